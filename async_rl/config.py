@@ -1,0 +1,362 @@
+"""The one configuration tree: frozen, unknown keys refused, a docstring under each field.
+
+Owns: what a user may set, the checks that need no model, and the digest that learner and rollouts compare.
+Imports neither torch, vllm nor transformers: `async-rl check` must answer at once.
+"""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import json
+from pathlib import Path
+from typing import Any, Literal
+
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+LOOPBACK = ("127.", "localhost", "::1", "[::1]")
+
+
+class ConfigError(Exception):
+    """A user's mistake in a configuration; the message is one sentence that names the key and the fix."""
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, protected_namespaces=())
+
+
+class ModelConfig(Section):
+    path: str
+    """A Hugging Face folder, or a hub name."""
+    make: Literal["tiny", "smollm2"] | None = None
+    """Recipe by which `train` makes the model itself when `path` is absent."""
+    max_model_len: int = Field(default=2048, ge=8)
+    """Longest prompt + answer, in tokens, for engine and learner."""
+    trust_remote_code: bool = False
+    """Run Python code that ships with the model. Off: such a model is refused."""
+
+
+class DataConfig(Section):
+    dataset: str = "basic_arithmetic"
+    """A reasoning-gym dataset by name."""
+    options: dict[str, Any] = Field(default_factory=dict)
+    """Options of that dataset, passed through."""
+    num_items: int = Field(default=10_000, ge=1)
+    """Items drawn from the generator; questions that repeat are kept once."""
+    prompt: str = "{question}"
+    """Format string over an item's fields; `{question}` as given, `{expression}` without words and spaces."""
+    chat: bool = False
+    """Wrap the prompt as a user message in the tokenizer's chat template."""
+    reward: str = "async_rl.envs.rewards:exact_last_field"
+    """`package.module:function`, called as `reward(prompt, answer, **fields) -> float`."""
+    heldout_fraction: float = Field(default=0.1, ge=0, lt=1)
+    """Share of the questions kept for evaluation, chosen by a hash of the question."""
+
+
+class RolloutConfig(Section):
+    count: int = Field(default=1, ge=1)
+    """Rollout processes that `train` starts on this host."""
+    engine: Literal["vllm", "toy"] = "vllm"
+    """The inference engine; `toy` is scripted, for tests and simulations."""
+    max_new_tokens: int = Field(default=256, ge=1)
+    """Longest answer, in tokens."""
+    temperature: float = Field(default=1.0, gt=0)
+    """Sampling temperature; the learner divides its logits by the same."""
+    stop: list[str] = Field(default_factory=list)
+    """Strings that end an answer, beside the model's own end tokens."""
+    num_slots: int = Field(default=8, ge=1)
+    """Groups in flight per rollout."""
+    max_num_seqs: int = Field(default=64, ge=1)
+    """Answers the engine decodes at once."""
+    kv_cache_bytes: int = Field(default=64 << 20, ge=1 << 20)
+    """KV cache of the engine, in bytes. Always explicit: vLLM's own default takes nearly all memory on a CPU."""
+    threads: int = Field(default=1, ge=1)
+    """CPU threads of the engine."""
+    reward_workers: int = Field(default=1, ge=1)
+    """Processes that run the reward function."""
+    reward_timeout_s: float = Field(default=10.0, gt=0)
+    """An answer not scored within this time counts as unscorable and its scorer is replaced."""
+    lease_timeout_s: float = Field(default=300.0, gt=0)
+    """A group not delivered within this time is leased again."""
+    max_attempts: int = Field(default=3, ge=1)
+    """Leases of one group before it is dropped as failed."""
+    start_timeout_s: float = Field(default=300.0, gt=0)
+    """Longest wait for the first rollout to be ready."""
+    timeout_s: float = Field(default=120.0, gt=0)
+    """With no rollout left, the learner waits this long for one to join, then exits."""
+
+
+class LearnerConfig(Section):
+    ranks: int = Field(default=1, ge=1)
+    """Learner processes under torchrun on this host."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where the learner computes."""
+    threads: int = Field(default=1, ge=1)
+    """CPU threads of each rank."""
+    microbatch_tokens: int = Field(default=8192, ge=1)
+    """Most tokens, padding included, in one forward pass of one rank."""
+    logprob_chunk_tokens: int = Field(default=1024, ge=1)
+    """Tokens whose vocabulary-wide logits exist at once."""
+    lr: float = Field(default=1e-6, gt=0)
+    """Peak learning rate."""
+    warmup_fraction: float = Field(default=0.05, ge=0, le=1)
+    """Share of the steps with linear warm-up."""
+    hold_fraction: float = Field(default=0.05, ge=0, le=1)
+    """Share of the steps at the end held at the minimum."""
+    min_lr_ratio: float = Field(default=0.1, ge=0, le=1)
+    """Minimum learning rate over the peak, reached by a cosine."""
+    betas: tuple[float, float] = (0.9, 0.99)
+    """AdamW's moment decays."""
+    weight_decay: float = Field(default=0.0, ge=0)
+    """AdamW's decoupled weight decay."""
+    max_grad_norm: float = Field(default=1.0, gt=0)
+    """Global gradient norm is clipped to this."""
+    max_skipped_steps: int = Field(default=5, ge=1)
+    """Steps in a row that change nothing (non-finite, or no trainable token) before the run stops."""
+    step_timeout_s: float = Field(default=1800.0, gt=0)
+    """Longest any collective of the learner group may take."""
+
+
+class AlgorithmConfig(Section):
+    advantage: Literal["grpo", "dr_grpo"] = "grpo"
+    """Advantage estimator."""
+    loss: Literal["decoupled_ppo"] = "decoupled_ppo"
+    """Policy loss."""
+    correction: Literal["token_truncate", "none"] = "token_truncate"
+    """Importance-sampling weight from behavior to proximal policy."""
+    correction_cap: float = Field(default=2.0, gt=0)
+    """Upper bound of that weight."""
+    aggregation: Literal["token_mean", "seq_mean_token_mean", "seq_mean_token_sum"] = "token_mean"
+    """How per-token losses become one number."""
+    eps_low: float = Field(default=0.2, gt=0, lt=1)
+    """PPO clip below 1."""
+    eps_high: float = Field(default=0.28, gt=0)
+    """PPO clip above 1."""
+    dual_clip: float | None = Field(default=3.0, gt=1)
+    """Bound of the loss for negative advantages, in units of the advantage; null turns it off."""
+    num_minibatches: int = Field(default=1, ge=1)
+    """Optimizer steps per batch; more than one costs a second forward pass for the proximal log-probs."""
+    zero_variance: Literal["keep", "mask", "refill"] = "keep"
+    """Groups whose rewards are all equal: train with advantage 0, leave out of the loss and its count, or replace."""
+    max_refill: int = Field(default=4, ge=1)
+    """With `refill`: groups replaced per step, in units of `groups_per_step`."""
+    shuffle_rewards: bool = False
+    """Control experiment: permute the rewards within a batch, so that nothing can be learned from them."""
+
+
+class TransportConfig(Section):
+    host: str = "127.0.0.1"
+    """Address the learner binds for control, data and weights."""
+    port: int = Field(default=0, ge=0, le=65535)
+    """Control port; data takes the next one. 0 lets the system choose, found through the discovery file."""
+    insecure: bool = False
+    """Allow a host beyond loopback without keys."""
+    heartbeat_s: float = Field(default=1.0, gt=0)
+    """Interval of heartbeats, both ways."""
+    heartbeat_timeout_s: float = Field(default=15.0, gt=0)
+    """Silence after which a rollout is expelled."""
+    connect_timeout_s: float = Field(default=120.0, gt=0)
+    """A rollout that hears nothing from a learner for this long exits."""
+    max_message_bytes: int = Field(default=64 << 20, ge=1 << 16)
+    """Largest group on the wire; a larger one is refused and counted."""
+    max_buffered_bytes: int = Field(default=1 << 30, ge=1 << 20)
+    """Budget of groups granted and not yet trained; bounds the learner's memory."""
+
+
+class WeightsConfig(Section):
+    backend: Literal["auto", "gloo", "nccl"] = "auto"
+    """Broadcast backend; auto is NCCL when learner and engines have GPUs of their own, else gloo."""
+    bucket_bytes: int = Field(default=32 << 20, ge=1 << 12)
+    """Bytes per broadcast."""
+    in_flight: Literal["keep", "recompute", "abort"] = "keep"
+    """Running answers at an update: go on with the old KV cache, rebuild it, or resubmit as a prefix."""
+    phase_timeout_s: float = Field(default=60.0, gt=0)
+    """Longest any phase of an update may take before the silent rollout is expelled."""
+
+
+class CheckpointConfig(Section):
+    every: int = Field(default=20, ge=0)
+    """Steps between checkpoints; 0 saves only at the end."""
+    keep: int = Field(default=2, ge=1)
+    """Complete checkpoints kept."""
+    resume: bool = True
+    """Continue from the newest complete checkpoint in `run_dir`, if there is one."""
+    max_failed_saves: int = Field(default=3, ge=1)
+    """Saves in a row that may fail (disk full) before the run stops."""
+
+
+class EvalConfig(Section):
+    every: int = Field(default=20, ge=0)
+    """Steps between evaluations; 0 evaluates before the first and after the last step only."""
+    draws: int = Field(default=512, ge=0)
+    """Held-out prompts per evaluation, drawn with replacement, answered greedily; 0 turns evaluation off."""
+    timeout_s: float = Field(default=300.0, gt=0)
+    """Longest an evaluation may take; what is missing then is counted, not guessed."""
+
+
+class ObserveConfig(Section):
+    tensorboard: bool = False
+    """Write TensorBoard events beside `metrics.jsonl`."""
+    log_level: Literal["debug", "info", "warning"] = "info"
+    """Verbosity of the process logs."""
+
+
+class Config(Section):
+    seed: int = 0
+    """Seed of data order, sampling and model recipes."""
+    run_dir: str | None = None
+    """Where logs, metrics, checkpoints and the report go; by default a new folder `runs/<config>/<time>`."""
+    num_steps: int = Field(ge=1)
+    """Learner steps, each of which makes one policy version."""
+    max_staleness: int = Field(default=2, ge=0)
+    """Largest lag, in versions, between the policy that samples a token and the learner that trains on it."""
+    on_stale: Literal["wait", "cancel", "train"] = "wait"
+    """When old groups are late: wait for them, cancel and sample anew, or train on them beyond the bound."""
+    groups_per_step: int = Field(ge=1)
+    """Prompts per learner step."""
+    group_size: int = Field(ge=1)
+    """Answers per prompt."""
+    model: ModelConfig
+    data: DataConfig = DataConfig()
+    rollout: RolloutConfig = RolloutConfig()
+    learner: LearnerConfig = LearnerConfig()
+    algorithm: AlgorithmConfig = AlgorithmConfig()
+    transport: TransportConfig = TransportConfig()
+    weights: WeightsConfig = WeightsConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    eval: EvalConfig = EvalConfig()
+    observe: ObserveConfig = ObserveConfig()
+
+    @model_validator(mode="after")
+    def _possible(self) -> Config:
+        for broken, sentence in _impossible(self):
+            if broken:
+                raise ValueError(sentence)
+        return self
+
+    @property
+    def max_group_bytes(self) -> int:
+        """Upper bound of one group on the wire: five arrays of at most 4 bytes a token, the prompt, and a header."""
+        tokens = self.group_size * self.rollout.max_new_tokens
+        return 4 * self.model.max_model_len + 17 * tokens + 4096 + 512 * self.group_size
+
+    def digest(self) -> str:
+        """What learner and rollouts must agree on: everything but where files go and how much is logged."""
+        content = self.model_dump(mode="json", exclude={"run_dir", "observe"})
+        return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def _impossible(c: Config) -> list[tuple[bool, str]]:
+    """(broken, sentence) for each combination that cannot work; sentences name key, value and fix."""
+    window = c.groups_per_step * (c.max_staleness + 1)
+    return [
+        (
+            c.group_size < 2,
+            f"group_size is {c.group_size}, but algorithm.advantage={c.algorithm.advantage} compares siblings: use 2 or more",
+        ),
+        (
+            c.rollout.max_new_tokens >= c.model.max_model_len,
+            f"rollout.max_new_tokens is {c.rollout.max_new_tokens}, which leaves no room for a prompt within "
+            f"model.max_model_len={c.model.max_model_len}: lower the one or raise the other",
+        ),
+        (
+            c.learner.microbatch_tokens < c.model.max_model_len,
+            f"learner.microbatch_tokens is {c.learner.microbatch_tokens}, less than one answer of "
+            f"model.max_model_len={c.model.max_model_len} tokens: raise it to at least that",
+        ),
+        (
+            c.max_staleness > 0 and c.algorithm.correction == "none",
+            f"max_staleness is {c.max_staleness} with algorithm.correction=none: stale tokens need a correction, "
+            "use token_truncate or max_staleness=0",
+        ),
+        (
+            c.algorithm.num_minibatches > c.groups_per_step,
+            f"algorithm.num_minibatches is {c.algorithm.num_minibatches}, more than groups_per_step={c.groups_per_step}",
+        ),
+        (
+            c.max_group_bytes > c.transport.max_message_bytes,
+            f"transport.max_message_bytes is {c.transport.max_message_bytes}, but one group can take {c.max_group_bytes}: raise it",
+        ),
+        (
+            window * c.max_group_bytes > c.transport.max_buffered_bytes,
+            f"transport.max_buffered_bytes is {c.transport.max_buffered_bytes}, but a full window of {window} groups can take "
+            f"{window * c.max_group_bytes}: raise it",
+        ),
+        (
+            not c.transport.insecure and not c.transport.host.startswith(LOOPBACK),
+            f"transport.host is {c.transport.host}, beyond loopback without keys: keep 127.0.0.1, or set transport.insecure=true "
+            "on a network you trust",
+        ),
+        (
+            c.learner.warmup_fraction + c.learner.hold_fraction > 1,
+            "learner.warmup_fraction + learner.hold_fraction is more than 1: lower one",
+        ),
+        (
+            c.transport.heartbeat_timeout_s <= 2 * c.transport.heartbeat_s,
+            f"transport.heartbeat_timeout_s is {c.transport.heartbeat_timeout_s}, too close to heartbeat_s="
+            f"{c.transport.heartbeat_s}: use more than twice that",
+        ),
+    ]
+
+
+def load_config(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -> Config:
+    """Read a YAML file, apply `key=value` overrides, check everything that needs no model.
+
+    Raises ConfigError, one sentence, for a missing file, YAML that does not parse, an unknown key (with the nearest
+    known one), a wrong type or an impossible value.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise ConfigError(f"config file {path} does not exist: give the path of a YAML file such as configs/quickstart.yaml")
+    for item in overrides:
+        if "=" not in item:
+            raise ConfigError(f"override '{item}' has no '=': write key=value, for example num_steps=10")
+    try:
+        merged = OmegaConf.merge(OmegaConf.load(path), OmegaConf.from_dotlist(list(overrides)))
+        tree = OmegaConf.to_container(merged, resolve=True)
+    except (OmegaConfBaseException, ValueError, OSError) as e:
+        raise ConfigError(f"{path}: {_one_line(e)}") from None
+    except Exception as e:  # yaml's own error classes share no base with OmegaConf's
+        raise ConfigError(f"{path} is not valid YAML: {_one_line(e)}") from None
+    if not isinstance(tree, dict):
+        raise ConfigError(f"{path} holds no mapping at its top level: see configs/quickstart.yaml")
+    return parse_config(tree)
+
+
+def parse_config(tree: dict[Any, Any]) -> Config:
+    """The checked tree from plain data; raises ConfigError as `load_config` does."""
+    try:
+        return Config.model_validate(tree)
+    except ValidationError as e:
+        raise ConfigError(_sentence(e)) from None
+
+
+def config_keys(section: type[BaseModel] = Config, prefix: str = "") -> list[str]:
+    """Every dotted key a user may set, in order of declaration."""
+    keys: list[str] = []
+    for name, info in section.model_fields.items():
+        if isinstance(info.annotation, type) and issubclass(info.annotation, BaseModel):
+            keys += config_keys(info.annotation, f"{prefix}{name}.")
+        else:
+            keys.append(prefix + name)
+    return keys
+
+
+def _sentence(error: ValidationError) -> str:
+    first = error.errors()[0]
+    key = ".".join(str(part) for part in first["loc"])
+    more = f" ({error.error_count() - 1} more)" if error.error_count() > 1 else ""
+    if first["type"] == "extra_forbidden":
+        near = difflib.get_close_matches(key, config_keys(), n=1, cutoff=0.5)
+        hint = f"did you mean '{near[0]}'?" if near else "see docs/config.md for the keys"
+        return f"unknown config key '{key}': {hint}{more}"
+    if first["type"] == "missing":
+        return f"config key '{key}' is missing: set it in the file or as {key}=VALUE{more}"
+    message = first["msg"].removeprefix("Value error, ")
+    return f"config key '{key}' is {first['input']!r}: {message}{more}" if key else message + more
+
+
+def _one_line(error: BaseException) -> str:
+    return " ".join(str(error).split())[:300]

@@ -1,0 +1,1 @@
+"""A rollout process: one engine, leases in, scored groups out."""
