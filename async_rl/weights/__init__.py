@@ -1,0 +1,1 @@
+"""A weight's way from the learner's parameters into running engines."""
