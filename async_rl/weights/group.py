@@ -6,8 +6,17 @@ every listener binds one given interface, and no call waits longer than the spec
 
 from __future__ import annotations
 
+import socket
 from dataclasses import dataclass
-from typing import Literal
+from datetime import timedelta
+from typing import Any, Literal
+
+import torch
+from torch import distributed as dist
+
+from async_rl.weights.base import WeightsError
+
+BACKLOG = 128
 
 
 @dataclass(frozen=True)
@@ -22,3 +31,109 @@ class GroupSpec:
     world_size: int
     membership: int
     timeout_s: float  # longest formation, and longest single broadcast
+
+    @property
+    def device(self) -> torch.device:
+        """Where buckets must lie for this backend."""
+        return torch.device("cuda", torch.cuda.current_device()) if self.backend == "nccl" else torch.device("cpu")
+
+
+def listen(host: str) -> tuple[socket.socket, int]:
+    """A socket bound to host on a free port, and that port: known before anybody must connect, so no race for it."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    sock = socket.socket(family, socket.SOCK_STREAM)
+    sock.bind((host, 0))
+    sock.listen(BACKLOG)
+    return sock, sock.getsockname()[1]
+
+
+class WeightGroup:
+    """A formed group. Construction waits for all members. Usable from any one thread at a time."""
+
+    def __init__(self, spec: GroupSpec, listener: socket.socket | None = None) -> None:
+        """Rank 0 gives the listener that `listen` returned, which this group then owns. Raises WeightsError when not
+        every member has come within spec.timeout_s."""
+        self.spec = spec
+        problem = ""
+        try:
+            self._store: Any = _store(spec, listener)
+            self._group: Any = _process_group(spec, dist.PrefixStore(spec.tag, self._store))
+        except (RuntimeError, ValueError, OSError) as e:
+            problem = _one_line(e)
+        # Raised out here: within the handler the old traceback would keep the store, and so the port, alive.
+        if problem:
+            self.close()
+            raise WeightsError(
+                f"forming the weight group of membership {spec.membership} (rank {spec.rank} of {spec.world_size}, "
+                f"{spec.host}:{spec.port}) failed within {spec.timeout_s:g} s: {problem}"
+            )
+
+    def broadcast(self, bucket: torch.Tensor) -> None:
+        """Fill `bucket` (uint8 [bytes], contiguous, on spec.device) on every rank with rank 0's. Raises WeightsError."""
+        spec = self.spec
+        options = dist.BroadcastOptions()
+        options.rootRank, options.rootTensor, options.timeout = 0, 0, timedelta(seconds=spec.timeout_s)
+        try:
+            work = self._group.broadcast([bucket], options)
+            # An explicit timeout makes NCCL's wait block this thread, and abort, rather than only order the stream.
+            work.wait(options.timeout)
+        except (RuntimeError, ValueError) as e:
+            raise WeightsError(
+                f"a broadcast of {bucket.numel()} bytes in membership {spec.membership} (rank {spec.rank} of "
+                f"{spec.world_size}) failed within {spec.timeout_s:g} s: {_one_line(e)}"
+            ) from None
+
+    def close(self) -> None:
+        """Free the port, the connections and the threads; a second call does nothing."""
+        group, self._group = getattr(self, "_group", None), None
+        if group is not None and self.spec.backend == "nccl":
+            group.abort()
+        self._store = None
+
+
+def _store(spec: GroupSpec, listener: socket.socket | None) -> dist.TCPStore:
+    timeout = timedelta(seconds=spec.timeout_s)
+    if (spec.rank == 0) != (listener is not None):
+        raise ValueError("rank 0, and only rank 0, brings the listening socket")
+    if listener is None:
+        return dist.TCPStore(spec.host, spec.port, world_size=None, is_master=False, timeout=timeout, wait_for_workers=False)
+    # Left to itself, TCPStore listens on every interface.
+    return dist.TCPStore(
+        spec.host,
+        spec.port,
+        world_size=None,
+        is_master=True,
+        timeout=timeout,
+        wait_for_workers=False,
+        master_listen_fd=listener.detach(),
+    )
+
+
+def _process_group(spec: GroupSpec, store: dist.Store) -> dist.ProcessGroup:
+    timeout = timedelta(seconds=spec.timeout_s)
+    if spec.backend == "nccl":
+        from torch.distributed import ProcessGroupNCCL
+
+        nccl = ProcessGroupNCCL.Options()
+        nccl._timeout = timeout
+        return ProcessGroupNCCL(store, spec.rank, spec.world_size, nccl)
+    from torch.distributed import ProcessGroupGloo
+
+    gloo = ProcessGroupGloo._Options()
+    gloo._timeout = timeout
+    gloo._threads = 1
+    host = spec.host if spec.rank == 0 else _own_address(spec.host, spec.port)
+    gloo._devices = [ProcessGroupGloo.create_device(hostname=host, lazy_init=False)]
+    return ProcessGroupGloo(store, spec.rank, spec.world_size, gloo)
+
+
+def _own_address(host: str, port: int) -> str:
+    """The address of this host on the way to the learner; connecting a datagram socket sends nothing."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect((host, port))
+        return probe.getsockname()[0]
+
+
+def _one_line(error: BaseException) -> str:
+    return " ".join(str(error).split())[:200]
