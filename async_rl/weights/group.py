@@ -12,7 +12,7 @@ from datetime import timedelta
 from typing import Any, Literal
 
 import torch
-from torch import distributed as dist
+from torch.distributed import BroadcastOptions, PrefixStore, Store, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
 from async_rl.weights.base import WeightsError
 
@@ -57,7 +57,7 @@ class WeightGroup:
         problem = ""
         try:
             self._store: Any = _store(spec, listener)
-            self._group: Any = _process_group(spec, dist.PrefixStore(spec.tag, self._store))
+            self._group: Any = _process_group(spec, PrefixStore(spec.tag, self._store))
         except (RuntimeError, ValueError, OSError) as e:
             problem = _one_line(e)
         # Raised out here: within the handler the old traceback would keep the store, and so the port, alive.
@@ -71,7 +71,7 @@ class WeightGroup:
     def broadcast(self, bucket: torch.Tensor) -> None:
         """Fill `bucket` (uint8 [bytes], contiguous, on spec.device) on every rank with rank 0's. Raises WeightsError."""
         spec = self.spec
-        options = dist.BroadcastOptions()
+        options = BroadcastOptions()
         options.rootRank, options.rootTensor, options.timeout = 0, 0, timedelta(seconds=spec.timeout_s)
         try:
             work = self._group.broadcast([bucket], options)
@@ -91,14 +91,14 @@ class WeightGroup:
         self._store = None
 
 
-def _store(spec: GroupSpec, listener: socket.socket | None) -> dist.TCPStore:
+def _store(spec: GroupSpec, listener: socket.socket | None) -> TCPStore:
     timeout = timedelta(seconds=spec.timeout_s)
     if (spec.rank == 0) != (listener is not None):
         raise ValueError("rank 0, and only rank 0, brings the listening socket")
     if listener is None:
-        return dist.TCPStore(spec.host, spec.port, world_size=None, is_master=False, timeout=timeout, wait_for_workers=False)
+        return TCPStore(spec.host, spec.port, world_size=None, is_master=False, timeout=timeout, wait_for_workers=False)
     # Left to itself, TCPStore listens on every interface.
-    return dist.TCPStore(
+    return TCPStore(
         spec.host,
         spec.port,
         world_size=None,
@@ -109,17 +109,17 @@ def _store(spec: GroupSpec, listener: socket.socket | None) -> dist.TCPStore:
     )
 
 
-def _process_group(spec: GroupSpec, store: dist.Store) -> dist.ProcessGroup:
+def _process_group(spec: GroupSpec, store: Store) -> Any:
     timeout = timedelta(seconds=spec.timeout_s)
     if spec.backend == "nccl":
-        from torch.distributed import ProcessGroupNCCL
+        from torch.distributed.distributed_c10d import ProcessGroupNCCL
 
         nccl = ProcessGroupNCCL.Options()
         nccl._timeout = timeout
         return ProcessGroupNCCL(store, spec.rank, spec.world_size, nccl)
-    from torch.distributed import ProcessGroupGloo
+    from torch.distributed.distributed_c10d import ProcessGroupGloo
 
-    gloo = ProcessGroupGloo._Options()
+    gloo: Any = ProcessGroupGloo._Options()  # pyright: ignore[reportAttributeAccessIssue]
     gloo._timeout = timeout
     gloo._threads = 1
     host = spec.host if spec.rank == 0 else _own_address(spec.host, spec.port)

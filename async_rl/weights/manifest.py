@@ -97,9 +97,7 @@ class Manifest:
         """The cut of the stream; every byte is in exactly one bucket."""
         starts = range(0, self.num_bytes, self.bucket_bytes)
         parts: list[list[Part]] = [[] for _ in starts]
-        for i, (offset, spec) in enumerate(
-            zip(self.offsets, self.tensors, strict=True)
-        ):
+        for i, (offset, spec) in enumerate(zip(self.offsets, self.tensors, strict=True)):
             done = 0
             while done < spec.num_bytes:
                 bucket, inside = divmod(offset + done, self.bucket_bytes)
@@ -107,17 +105,12 @@ class Manifest:
                 parts[bucket].append(Part(i, done, inside, num_bytes))
                 done += num_bytes
         ends = [min(start + self.bucket_bytes, self.num_bytes) for start in starts]
-        return tuple(
-            Bucket(k, s, e, tuple(p))
-            for k, (s, e, p) in enumerate(zip(starts, ends, parts, strict=True))
-        )
+        return tuple(Bucket(k, s, e, tuple(p)) for k, (s, e, p) in enumerate(zip(starts, ends, parts, strict=True)))
 
     @cached_property
     def digest(self) -> str:
         """sha256 of the canonical form, in hex."""
-        return hashlib.sha256(
-            json.dumps(self.to_dict(), sort_keys=True, separators=(",", ":")).encode()
-        ).hexdigest()
+        return hashlib.sha256(json.dumps(self.to_dict(), sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for the wire; `from_dict` reads it back."""
@@ -135,22 +128,18 @@ class Manifest:
             manifest = cls(tensors, data["bucket_bytes"], dict(data["ties"]))
             _check(manifest)
         except (KeyError, TypeError, ValueError) as e:
-            raise WeightsError(
-                f"the weight manifest is malformed ({e!r}): run the same async_rl on both sides"
-            ) from None
+            raise WeightsError(f"the weight manifest is malformed ({e!r}): run the same async_rl on both sides") from None
         return manifest
 
-    def check_against(
-        self, expected: Mapping[str, tuple[str, tuple[int, ...]]]
-    ) -> None:
+    def check_against(self, expected: Mapping[str, tuple[str, tuple[int, ...]]]) -> None:
         """Strict comparison with what a receiver holds, name -> (dtype, shape); raises WeightsError before a byte moves."""
         sent = {t.name: (t.dtype, t.shape) for t in self.tensors}
+        differ = [name for name in sorted(sent.keys() & expected.keys()) if sent[name] != expected[name]]
         problems = [
             ("missing", sorted(expected.keys() - sent.keys())),
             ("unexpected", sorted(sent.keys() - expected.keys())),
-            ("different", [f"{n} {_show(sent[n])} instead of {_show(expected[n])}" for n in sorted(sent.keys() & expected.keys())
-                           if sent[n] != expected[n]]),
-        ]  # fmt: skip
+            ("different", [f"{name} {_show(sent[name])} instead of {_show(expected[name])}" for name in differ]),
+        ]
         found = [f"{kind}: {_listed(names)}" for kind, names in problems if names]
         if found:
             raise WeightsError(
@@ -171,14 +160,8 @@ def _check(manifest: Manifest) -> None:
     names = [t.name for t in manifest.tensors]
     if not 1 <= len(names) <= MAX_TENSORS or len(set(names)) != len(names):
         raise ValueError(f"{len(names)} tensors, {len(set(names))} distinct names")
-    if (
-        not isinstance(manifest.bucket_bytes, int)
-        or manifest.bucket_bytes < 1
-        or manifest.bucket_bytes % ALIGN_BYTES
-    ):
-        raise ValueError(
-            f"bucket_bytes {manifest.bucket_bytes!r}, not a positive multiple of {ALIGN_BYTES}"
-        )
+    if not isinstance(manifest.bucket_bytes, int) or manifest.bucket_bytes < 1 or manifest.bucket_bytes % ALIGN_BYTES:
+        raise ValueError(f"bucket_bytes {manifest.bucket_bytes!r}, not a positive multiple of {ALIGN_BYTES}")
     if manifest.num_bytes == 0:
         raise ValueError("no bytes to send")
     for alias, name in manifest.ties.items():
