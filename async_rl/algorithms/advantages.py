@@ -45,7 +45,7 @@ def grpo(
     _, index_N = torch.unique(group_ids_N, return_inverse=True)
     zero = torch.zeros((), dtype=torch.float64, device=rewards_N.device)
     # Measured from the group's minimum, equal rewards are exact zeros, however large they are.
-    floor_N = _minimum(torch.where(keep_N, rewards_N.double(), torch.inf), index_N)[index_N]
+    floor_N = _per_group(torch.where(keep_N, rewards_N.double(), torch.inf), index_N, "amin")[index_N]
     shifted_N = torch.where(keep_N, rewards_N.double() - floor_N, zero)
     count_M = _per_group(keep_N.double(), index_N).clamp(min=1)
     centered_N = torch.where(keep_N, shifted_N - (_per_group(shifted_N, index_N) / count_M)[index_N], zero)
@@ -54,16 +54,11 @@ def grpo(
     return torch.where(std_N < ZERO_STD, zero, scaled_N)
 
 
-def _per_group(x_N: Tensor, index_N: Tensor) -> Tensor:
-    """Sums by group, [M]."""
+def _per_group(x_N: Tensor, index_N: Tensor, reduce: str = "sum") -> Tensor:
+    """Sums (or minima, "amin") by group, [M]."""
     num_groups = int(index_N.max()) + 1 if len(index_N) else 0
-    return torch.zeros(num_groups, dtype=x_N.dtype, device=x_N.device).index_add_(0, index_N, x_N)
-
-
-def _minimum(x_N: Tensor, index_N: Tensor) -> Tensor:
-    """Minima by group, [M]."""
-    num_groups = int(index_N.max()) + 1 if len(index_N) else 0
-    return torch.full((num_groups,), torch.inf, dtype=x_N.dtype, device=x_N.device).index_reduce_(0, index_N, x_N, "amin")
+    empty_M = torch.full((num_groups,), torch.inf if reduce == "amin" else 0.0, dtype=x_N.dtype, device=x_N.device)
+    return empty_M.scatter_reduce_(0, index_N, x_N, reduce)
 
 
 Advantage = Callable[[Tensor, Tensor, Tensor], Tensor]
