@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
+from pydantic import BaseModel, ConfigDict, FailFast, Field, TypeAdapter
 
 from async_rl.types import Split
 
@@ -56,13 +56,13 @@ class Lease(Message):
     split: Split
     born: Pair  # (incarnation, version) every live rollout had committed when the lease was granted
     prompt_id: Text
-    prompt_ids: list[Count]
+    prompt_ids: Annotated[list[Count], FailFast()]
     text: str
     fields: dict[str, Any]
     num_samples: Annotated[int, Field(ge=1, le=65536)]
     max_new_tokens: Annotated[int, Field(ge=1)]
     temperature: Annotated[float, Field(ge=0)]
-    stop: list[str] = []
+    stop: Annotated[list[str], FailFast()] = []
     seed: Count
     timeout_s: float
 
@@ -116,7 +116,7 @@ class Commit(Message):
     incarnation: Count
     version: Count
     membership: Count
-    bucket_digests: list[Text]
+    bucket_digests: Annotated[list[Text], FailFast()]
 
 
 class Committed(Message):
