@@ -1,0 +1,284 @@
+"""Checkpoints: written beside, renamed into place, verified before use, pruned last.
+
+Owns the folder `checkpoints/`; imports torch (distributed checkpoint), observability and the policy's own modules.
+Invariants: a folder named step_NNNNNN was complete when it got that name and its manifest says what it must hold; no
+failure, at whatever write, harms an older one; a state that is not finite is never written. All methods are collective.
+The folder must be one that you trust: torch keeps its index of shards as a pickle.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.tensor import DTensor
+
+from async_rl.learner import LearnerError
+from async_rl.learner.model import PolicyModel, hf_named_parameters
+from async_rl.learner.optim import PolicyOptimizer
+from async_rl.observability.log import get_logger
+
+_EXTRA, _MANIFEST, _LATEST = "state.msgpack", "manifest.json", "latest"
+_log = get_logger(__name__)
+
+
+class CheckpointError(LearnerError):
+    """A checkpoint that could not be written or used; nothing older was harmed. Raised on all ranks alike."""
+
+
+class Checkpointer:
+    """`group` (gloo) holds the learner's ranks; None means a single process. `keep` complete checkpoints stay."""
+
+    def __init__(self, directory: Path, keep: int, group: dist.ProcessGroup | None = None) -> None:
+        self.directory = directory
+        self.keep = keep
+        self.group = group
+        self.rank = dist.get_rank(group) if group else 0
+        self.num_ranks = dist.get_world_size(group) if group else 1
+
+    def save(self, step: int, policy: PolicyModel, optimizer: PolicyOptimizer, extra: bytes | None) -> Path:
+        """Write policy, optimizer, RNG and rank 0's `extra`; returns the folder. Raises CheckpointError on every rank."""
+        final, partial = self._folder(step), self.directory / f".step_{step:06d}.partial"
+        tensors = _tensors(policy, optimizer)
+        self._agree(lambda: _require_finite(tensors), f"checkpoint of step {step} is not written")
+        tensors |= {f"rng.{name}.rank{self.rank}": state for name, state in _rng_states().items()}
+        try:
+            self._on_root(lambda: self._begin(partial))
+            self._write_shards(tensors, partial)
+            self._on_root(lambda: self._finish(partial, final, extra))
+        except (CheckpointException, CheckpointError) as e:
+            if self.rank == 0:
+                shutil.rmtree(partial, ignore_errors=True)
+                self._restore_aside()
+            raise CheckpointError(
+                f"checkpoint of step {step} could not be written to {self.directory} ({_cause(e)}): older ones are intact; "
+                "free space or mend the folder"
+            ) from None
+        return final
+
+    def latest_complete(self) -> Path | None:
+        """The newest checkpoint whose files match its manifest; says which it skips, and clears what a crash left behind."""
+        found = [-1]
+
+        def look() -> None:
+            self._recover()
+            for folder in reversed(self._folders()):
+                problem = _problem(folder)
+                if not problem:
+                    found[0] = _step(folder)
+                    return
+                _log.warning("checkpoint %s is skipped: %s", folder, problem)
+
+        self._on_root(look)
+        if self.group is not None:
+            word = torch.tensor(found, dtype=torch.int64)
+            dist.broadcast(word, group=self.group, group_src=0)
+            found = word.tolist()
+        return self._folder(found[0]) if found[0] >= 0 else None
+
+    def load(self, folder: Path, policy: PolicyModel, optimizer: PolicyOptimizer) -> bytes | None:
+        """Fill policy, optimizer and RNG in place, whatever the number of ranks that saved; returns `extra`.
+
+        With another number of ranks, RNG streams that were not saved stay as they are.
+        """
+        tensors = _tensors(policy, optimizer)
+        rng = {f"rng.{name}.rank{self.rank}": state for name, state in _rng_states().items()}
+        try:
+            reader = dcp.FileSystemReader(folder)
+            saved = reader.read_metadata().state_dict_metadata
+            rng = {name: state for name, state in rng.items() if name in saved}
+            dcp.load({**tensors, **rng}, storage_reader=reader, process_group=self.group, no_dist=self.group is None)
+            extra = (folder / _EXTRA).read_bytes() if (folder / _EXTRA).exists() else None
+        except (CheckpointException, OSError, RuntimeError, ValueError) as e:
+            raise CheckpointError(
+                f"checkpoint {folder} does not fit this run ({_cause(e)}): use the model it was made from, or another run_dir"
+            ) from None
+        for name, state in rng.items():
+            _set_rng_state(name.split(".")[1], state)
+        return extra
+
+    # What rank 0 does to the folder.
+
+    def _begin(self, partial: Path) -> None:
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+
+    def _finish(self, partial: Path, final: Path, extra: bytes | None) -> None:
+        if extra is not None:
+            _write(partial / _EXTRA, extra)
+        manifest = {"step": _step(final), "num_ranks": self.num_ranks, "files": _digests(partial)}
+        _write(partial / _MANIFEST, json.dumps(manifest, indent=1).encode())
+        _sync_folder(partial)
+        if final.exists():
+            final.rename(self._aside(final))
+        partial.rename(final)
+        _sync_folder(self.directory)
+        _write(self.directory / (_LATEST + ".new"), final.name.encode() + b"\n")
+        (self.directory / (_LATEST + ".new")).replace(self.directory / _LATEST)
+        _sync_folder(self.directory)
+        self._prune(final)
+
+    def _prune(self, newest: Path) -> None:
+        """Keep `newest` and the keep-1 before it. What is numbered after it belongs to a timeline that was given up."""
+        folders = self._folders()
+        at = folders.index(newest)
+        doomed = [*folders[: max(0, at - self.keep + 1)], *folders[at + 1 :], *self.directory.glob(".step_*.aside")]
+        for folder in doomed:
+            shutil.rmtree(folder, ignore_errors=True)
+            if folder in folders[at + 1 :]:
+                _log.warning(
+                    "checkpoint %s is removed: the run went on from an older one and has now saved %s", folder, newest.name
+                )
+
+    def _restore_aside(self) -> None:
+        """A folder that was to be replaced by another of the same step gets its name back, if the other never came."""
+        for aside in self.directory.glob(".step_*.aside"):
+            final = self.directory / aside.name.removeprefix(".").removesuffix(".aside")
+            if not final.exists():
+                aside.rename(final)
+
+    def _recover(self) -> None:
+        self._restore_aside()
+        for rest in [*self.directory.glob(".step_*.partial"), *self.directory.glob(".step_*.aside")]:
+            _log.warning("%s is removed: the process that wrote it ended before it was complete", rest)
+            shutil.rmtree(rest, ignore_errors=True)
+
+    def _folders(self) -> list[Path]:
+        """By step, oldest first, whether they verify or not."""
+        return sorted((p for p in self.directory.glob("step_*") if p.name[5:].isdigit()), key=_step)
+
+    def _folder(self, step: int) -> Path:
+        return self.directory / f"step_{step:06d}"
+
+    def _aside(self, final: Path) -> Path:
+        return self.directory / f".{final.name}.aside"
+
+    # How ranks agree.
+
+    def _write_shards(self, tensors: dict[str, Tensor], partial: Path) -> None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # "torch.distributed is uninitialized": a single process may be
+            metadata = dcp.save(
+                tensors,
+                storage_writer=dcp.FileSystemWriter(partial, sync_files=True),
+                process_group=self.group,
+                no_dist=self.group is None,
+            )
+        paths = {info.relative_path for info in (metadata.storage_data or {}).values()}
+
+        def require_all() -> None:
+            missing = [path for path in paths if not (partial / path).exists()]
+            if missing:
+                raise OSError(f"rank 0 does not see {missing[0]} of another rank: the folder must be shared by all hosts")
+
+        self._on_root(require_all)
+
+    def _on_root(self, action: Callable[[], None]) -> None:
+        self._agree(action if self.rank == 0 else lambda: None, "")
+
+    def _agree(self, action: Callable[[], None], what: str) -> None:
+        """Run the action; when it failed on any rank, raise that rank's sentence on all."""
+        problem = ""
+        try:
+            action()
+        except (OSError, CheckpointError) as e:
+            problem = f"{what}: {e}" if what else str(e)
+        if self.group is not None:
+            texts = torch.zeros(self.num_ranks, 512, dtype=torch.uint8)
+            own = problem.encode()[:512]
+            texts[self.rank, : len(own)] = torch.tensor(list(own), dtype=torch.uint8)
+            dist.all_reduce(texts, op=dist.ReduceOp.MAX, group=self.group)
+            said = [bytes(row.tolist()).rstrip(b"\0").decode(errors="replace") for row in texts]
+            problem = next((s for s in said if s), "")
+        if problem:
+            raise CheckpointError(problem)
+
+
+def _problem(folder: Path) -> str:
+    """ "" when the folder holds exactly what its manifest says, else what is wrong."""
+    try:
+        manifest = json.loads((folder / _MANIFEST).read_bytes())
+        expected = manifest["files"]
+        for name, entry in expected.items():
+            if not (folder / name).is_file():
+                return f"{name} is missing"
+            if (folder / name).stat().st_size != entry["bytes"] or _sha256(folder / name) != entry["sha256"]:
+                return f"{name} does not match its digest"
+    except OSError as e:
+        return f"it cannot be read ({e})"
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return f"{_MANIFEST} is damaged"
+    return ""
+
+
+def _tensors(policy: PolicyModel, optimizer: PolicyOptimizer) -> dict[str, Tensor]:
+    """By checkpoint key, sharing storage with the live ones: what is saved, and what is loaded into."""
+    parameters = {f"model.{name}": parameter.detach() for name, parameter in hf_named_parameters(policy)}
+    return parameters | {f"optim.{name}": moment for name, moment in optimizer.named_state().items()}
+
+
+def _require_finite(tensors: dict[str, Tensor]) -> None:
+    for name, tensor in tensors.items():
+        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        if not torch.isfinite(local).all():
+            raise CheckpointError(f"{name} is not finite")
+
+
+def _digests(folder: Path) -> dict[str, dict[str, str | int]]:
+    files = sorted(p for p in folder.iterdir() if p.is_file())
+    return {p.name: {"bytes": p.stat().st_size, "sha256": _sha256(p)} for p in files}
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _write(path: Path, data: bytes) -> None:
+    with path.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _sync_folder(folder: Path) -> None:
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _step(folder: Path) -> int:
+    return int(folder.name.removeprefix("step_"))
+
+
+def _rng_states() -> dict[str, Tensor]:
+    states = {"cpu": torch.get_rng_state()}
+    if torch.cuda.is_initialized():
+        states["cuda"] = torch.cuda.get_rng_state()
+    return states
+
+
+def _set_rng_state(name: str, state: Tensor) -> None:
+    if name == "cuda":
+        torch.cuda.set_rng_state(state)
+    else:
+        torch.set_rng_state(state)
+
+
+def _cause(error: BaseException) -> str:
+    if isinstance(error, CheckpointException):
+        failed = next(iter(error.failures.items()), None)
+        return f"rank {failed[0]}: {failed[1][0]}" if failed else "unknown"
+    return " ".join(str(error).split())[:300]

@@ -1,0 +1,125 @@
+"""The policy on the learner's side: a Hugging Face model that scores given tokens, sharded with FSDP2.
+
+Owns loading, sharding and the forward pass; imports torch, transformers and config. Invariant: parameters are fp32,
+dropout is off, attention is causal over right-padded rows without any mask, so what follows a token never changes it.
+
+Shape legend: B rows, L columns, R tokens to score, H hidden size.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+import transformers
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+from async_rl.config import Config, ModelConfig
+from async_rl.learner import LearnerError
+from async_rl.learner.logprobs import token_logprobs
+
+_HF = "hf."  # where the Hugging Face model sits within PolicyModel
+
+
+class PolicyModel(nn.Module):
+    """Scores tokens under `hf` without ever holding their vocabulary-wide logits."""
+
+    def __init__(self, hf: transformers.PreTrainedModel, chunk_tokens: int) -> None:
+        super().__init__()
+        self.hf = hf.eval()  # dropout off; gradients do not depend on the mode (BR-033)
+        self.chunk_tokens = chunk_tokens
+
+    def forward(
+        self, ids_BL: torch.Tensor, rows_R: torch.Tensor, cols_R: torch.Tensor, targets_R: torch.Tensor, temperature: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(logp_R, entropy_R), fp32: of targets_R given the tokens of row rows_R up to and with column cols_R."""
+        hidden_BLH = self.hf.get_decoder()(input_ids=ids_BL, use_cache=False).last_hidden_state
+        head = self.hf.get_output_embeddings()
+        return token_logprobs(hidden_BLH[rows_R, cols_R], head.weight, targets_R, temperature, self.chunk_tokens)
+
+    @property
+    def sharded(self) -> bool:
+        return isinstance(self, FSDPModule)
+
+    def at_rest(self) -> None:
+        """Give back the gathered weights of a forward that had no backward. Not collective."""
+        if isinstance(self, FSDPModule):
+            self.reshard()
+
+    def sync_gradients(self, on: bool) -> None:
+        """Whether the next backward reduces gradients over the ranks, or adds them up where they are."""
+        if isinstance(self, FSDPModule):
+            self.set_requires_gradient_sync(on)
+
+
+def load_policy(config: Config, device: torch.device, mesh: DeviceMesh | None) -> PolicyModel:
+    """The policy at `model.path`, on every rank alike; `mesh` None leaves it whole, 2-D means HSDP (replicate, shard).
+
+    Raises LearnerError when the model is missing, needs its own code, is too short, or is not scored rightly.
+    """
+    hf = _load_hf(config.model)
+    longest = getattr(hf.config.get_text_config(), "max_position_embeddings", None)
+    if longest is not None and longest < config.model.max_model_len:
+        raise LearnerError(
+            f"model.max_model_len is {config.model.max_model_len}, but {config.model.path} knows {longest} positions: lower it"
+        )
+    policy = PolicyModel(hf, config.learner.logprob_chunk_tokens)
+    _check_scoring(policy, config.model.path)
+    return shard(policy, device, mesh)
+
+
+def shard(policy: PolicyModel, device: torch.device, mesh: DeviceMesh | None) -> PolicyModel:
+    """Move to the device and split over the mesh: every decoder layer by itself, the rest as the root."""
+    if mesh is None:
+        return policy.to(device)
+    mixed = MixedPrecisionPolicy()
+    if device.type == "cuda":
+        mixed = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    names = set(policy.hf._no_split_modules or ())
+    for layer in [m for m in policy.hf.modules() if type(m).__name__ in names]:
+        fully_shard(layer, mesh=mesh, mp_policy=mixed)
+    # The output embeddings are used after the decoder returns and again first in backward: keep them gathered.
+    fully_shard(policy, mesh=mesh, mp_policy=mixed, reshard_after_forward=False)
+    return policy
+
+
+def hf_named_parameters(policy: PolicyModel) -> list[tuple[str, nn.Parameter]]:
+    """(Hugging Face name, parameter) in the model's order, tied weights once; DTensors when sharded."""
+    policy.at_rest()
+    return [(name.removeprefix(_HF), parameter) for name, parameter in policy.named_parameters()]
+
+
+def _load_hf(config: ModelConfig) -> transformers.PreTrainedModel:
+    path = Path(config.path)
+    # "models/mine" may also be a hub name: it is a path if its first part is a folder here.
+    local = path.is_absolute() or config.path.startswith(".") or Path(path.parts[0]).is_dir()
+    if local and not (path / "config.json").is_file():
+        raise LearnerError(
+            f"model.path is {config.path}, where there is no config.json: give the folder of a Hugging Face model"
+        )
+    transformers.utils.logging.disable_progress_bar()
+    try:
+        return transformers.AutoModelForCausalLM.from_pretrained(
+            config.path, dtype=torch.float32, attn_implementation="sdpa", trust_remote_code=config.trust_remote_code
+        )
+    except (OSError, ValueError, ImportError) as e:
+        first = " ".join(str(e).split())[:200]
+        raise LearnerError(f"model.path is {config.path}, which cannot be loaded: {first}") from None
+
+
+def _check_scoring(policy: PolicyModel, path: str) -> None:
+    """Refuse a model whose logits are more than hidden states times output embeddings (bias, soft-capping, scaling)."""
+    ids_1L = torch.arange(1, 9).remainder(policy.hf.config.get_text_config().vocab_size).unsqueeze(0)
+    cols_R, targets_R = torch.arange(7), ids_1L[0, 1:]
+    with torch.no_grad():
+        logp_R, _ = policy(ids_1L, torch.zeros_like(cols_R), cols_R, targets_R, 1.0)
+        logits_LV = policy.hf(input_ids=ids_1L, use_cache=False).logits[0].float()
+    expected_R = logits_LV[:-1].log_softmax(-1).gather(1, targets_R.unsqueeze(1)).squeeze(1)
+    off = (logp_R - expected_R).abs().max().item()
+    if not off < 1e-3:
+        raise LearnerError(
+            f"model.path is {path}, a {type(policy.hf).__name__} whose log-probs come out {off:.2g} nat off: its output layer "
+            "does more than multiply by the embeddings, which the learner does not support"
+        )
