@@ -1,0 +1,110 @@
+"""One learner rank: build its parts, then lead (rank 0) or follow. Started by torchrun, or alone as a single rank.
+
+Owns the order of construction, resume, and what is said at the end. Invariant: whatever ends the run, rollouts get
+END, the other ranks get END, the books are closed and checked, and `result.json` says how it ended.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+from async_rl.config import Config, ConfigError, load_config
+from async_rl.envs.base import TaskError
+from async_rl.learner import LearnerError
+from async_rl.learner.checkpoint import Checkpointer
+from async_rl.learner.commands import Commands
+from async_rl.learner.failure import RunStopped
+from async_rl.learner.lead import lead
+from async_rl.learner.model import hf_named_parameters, load_policy
+from async_rl.learner.optim import PolicyOptimizer
+from async_rl.learner.rank import Rank
+from async_rl.learner.signals import Stop
+from async_rl.learner.step import PolicyUpdate
+from async_rl.learner.trainer import follow
+from async_rl.observability.log import setup_logging
+from async_rl.observability.process import die_with_parent
+from async_rl.transport.base import TransportError
+from async_rl.weights.source import WeightSource
+
+
+def main(run_dir: str) -> int:
+    """Run one rank to its end; returns the exit code."""
+    die_with_parent()
+    folder = Path(run_dir)
+    stop = Stop()
+    stop.install()
+    number = int(os.environ.get("RANK", "0"))
+    try:
+        config = load_config(folder / "config.yaml")
+        setup_logging(f"learner-{number}", folder / "logs" / f"learner-{number}.log", config.observe.log_level)
+        device = _device(config)
+        _init_distributed(config, device)
+        rank = _build(config, folder, device)
+        checkpoint = rank.checkpointer.latest_complete() if config.checkpoint.resume else None
+        state = rank.checkpointer.load(checkpoint, rank.policy, rank.optimizer) if checkpoint else None
+        if number == 0:
+            return lead(config, folder, rank, state, stop)
+        follow(rank)
+        return 0
+    except (ConfigError, LearnerError, TaskError, TransportError) as e:
+        print(f"learner: {e}", file=sys.stderr, flush=True)
+        return 2
+    except RunStopped as e:
+        return e.code
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def _device(config: Config) -> torch.device:
+    wanted = config.learner.device
+    if wanted == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("learner.device is cuda, but torch sees no CUDA device here: use cpu, or install with GPU=1")
+    if wanted == "cpu" or not torch.cuda.is_available():
+        torch.set_num_threads(config.learner.threads)
+        return torch.device("cpu")
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    torch.cuda.set_device(device)
+    return device
+
+
+def _init_distributed(config: Config, device: torch.device) -> None:
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    timeout = timedelta(seconds=config.learner.step_timeout_s)
+    if "RANK" in os.environ:
+        dist.init_process_group(backend, timeout=timeout)
+    else:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+
+
+def _build(config: Config, folder: Path, device: torch.device) -> Rank:
+    torch.manual_seed(config.seed)
+    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+    policy = load_policy(config, device, mesh)
+    optimizer = PolicyOptimizer(policy, config.learner, config.num_steps * config.algorithm.num_minibatches)
+    group = dist.new_group(backend="gloo", timeout=timedelta(seconds=config.learner.step_timeout_s))
+    assert isinstance(group, dist.ProcessGroup)
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    named = hf_named_parameters(policy)
+    return Rank(
+        policy=policy,
+        optimizer=optimizer,
+        update=PolicyUpdate(config, policy, optimizer, group),
+        source=WeightSource(named, dtype, config.weights.bucket_bytes, root=dist.get_rank() == 0),
+        commands=Commands(group),
+        checkpointer=Checkpointer(folder / "checkpoints", config.checkpoint.keep, group),
+        group=group,
+    )
+
+
+if __name__ == "__main__":
+    code = main(sys.argv[1])
+    sys.stdout.flush()
+    sys.exit(code)

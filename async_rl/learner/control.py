@@ -1,0 +1,345 @@
+"""The learner's control plane: every message in, every lease and verdict out.
+
+One IO thread polls the hub and calls the handlers below; the training and publisher threads read and change the same
+state under `changed`, the one lock of rank 0, and are woken by it. Owns the ledger, the members and the running
+evaluation; touches no tensor. Invariant: whatever a rollout sends, it gets a final answer or is expelled by a deadline.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+from async_rl.algorithms import filters
+from async_rl.config import Config
+from async_rl.data.evaluation import Evaluation, sampled_by
+from async_rl.data.ledger import Ledger
+from async_rl.data.prompts import PromptStream
+from async_rl.learner.failure import RunFailed
+from async_rl.learner.leases import evaluation_lease, training_lease
+from async_rl.learner.members import Member, Members
+from async_rl.observability.log import get_logger
+from async_rl.transport.base import Delivered, Event, Hub, Peer
+from async_rl.transport.messages import (
+    PROTOCOL,
+    Ack,
+    Cancel,
+    Committed,
+    End,
+    Error,
+    Goodbye,
+    Heartbeat,
+    Hello,
+    Message,
+    Prepared,
+    Staged,
+    Welcome,
+)
+from async_rl.types import Attempt, Group
+
+log = get_logger(__name__)
+TICK_S = 0.05  # longest the IO thread sleeps: bounds the delay of a grant that a release made possible
+
+
+@dataclass(frozen=True)
+class Identity:
+    """What a rollout must agree on before it may join."""
+
+    run_id: str
+    config_digest: str
+    tokenizer_digest: str
+    incarnation: int
+
+
+Outcome = Literal["accepted", "duplicate", "refused"]
+Reply = Prepared | Staged | Committed | Error
+
+
+class ControlPlane:
+    def __init__(
+        self,
+        config: Config,
+        hub: Hub,
+        ledger: Ledger,
+        prompts: PromptStream,
+        identity: Identity,
+        resumed_version: int,
+        notice: Callable[[str], None],
+    ) -> None:
+        self.config, self.hub, self.ledger, self.prompts = config, hub, ledger, prompts
+        self.identity, self.resumed_version, self.notice = identity, resumed_version, notice
+        self.changed = threading.Condition(threading.RLock())
+        self.members = Members()
+        self.evaluation: Evaluation | None = None
+        self.replies: dict[tuple[str, int], dict[str, Reply]] = {}  # (kind, membership) -> rollout id -> reply
+        self.events: Counter[str] = Counter()  # joins, expulsions, unscorable groups, ...: what the metrics report
+        self.last_reward_error = ""
+        self.failed_in_a_row = 0  # groups dropped as unscorable since the last good one
+        self.failure: BaseException | None = None
+        self._alone_since = time.monotonic()
+        self._ever_live = False
+        self._last_beat = 0.0
+        self._closed = False
+        self._outgoing: deque[tuple[Peer, Message]] = deque()
+        self._thread = threading.Thread(target=self._run, name="control", daemon=True)
+
+    # ---- life of the IO thread
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def close(self, reason: str, linger_s: float) -> None:
+        """Say End to every rollout and stop; bounded by linger_s and one poll."""
+        with self.changed:
+            for member in self.members:
+                self.say(member.peer, End(reason=reason))
+            self._closed = True
+        self.hub.wake()
+        self._thread.join(timeout=5.0)
+        self.hub.close(linger_s)
+
+    def _run(self) -> None:
+        try:
+            while not self._closed:
+                events = self.hub.poll(TICK_S)
+                with self.changed:
+                    now = time.monotonic()
+                    for event in events:
+                        self._handle(event, now)
+                    self._tick(now)
+                    self._flush(now)
+                    self.changed.notify_all()
+            with self.changed:
+                self._flush(time.monotonic())
+        except BaseException as e:
+            log.exception("the control thread died")
+            with self.changed:
+                self.failure = e
+                self.changed.notify_all()
+
+    def _tick(self, now: float) -> None:
+        timeout_s = self.config.transport.heartbeat_timeout_s
+        for member, why in self.members.silent(now, timeout_s):
+            self.expel(member.rollout_id, why, now)
+        for lease in self.ledger.expire(now):
+            self._cancel(lease.rollout_id, lease.group_id, lease.attempt, "its lease expired")
+            self.events["lease_expired"] += 1
+        if now - self._last_beat >= self.config.transport.heartbeat_s:
+            self._last_beat = now
+            for member in self.members:
+                self.say(member.peer, Heartbeat())
+        self._lease_evaluations(now)
+        self._grant(now)
+
+    # ---- what arrives
+
+    def _handle(self, event: Event, now: float) -> None:
+        if isinstance(event, Delivered):
+            self._delivered(event, now)
+            return
+        message, member = event.message, self.members.of_peer(event.peer)
+        if isinstance(message, Hello):
+            self._hello(event.peer, message, now)
+        elif member is None:
+            self.say(event.peer, Error(code="rejoin", text="the learner does not know this connection: say Hello"))
+        elif isinstance(message, Heartbeat):
+            self.members.heard(member, message, now)
+        elif isinstance(message, Goodbye):
+            self._remove(member, f"left: {message.reason}", now)
+        elif isinstance(message, Prepared | Staged | Committed):
+            member.heard_s = now
+            self._reply(message.kind, message.membership, member, message)
+        elif isinstance(message, Error):
+            member.heard_s = now
+            log.warning("%s reports %s: %s", member.rollout_id, message.code, message.text)
+            self._reply("error", 0, member, message)
+        else:
+            self.events["unexpected_message"] += 1
+
+    def _reply(self, kind: str, membership: int, member: Member, reply: Reply) -> None:
+        self.replies.setdefault((kind, membership), {})[member.rollout_id] = reply
+
+    def _hello(self, peer: Peer, hello: Hello, now: float) -> None:
+        ours = {
+            "protocol": (PROTOCOL, hello.protocol),
+            "run id": (self.identity.run_id, hello.run_id),
+            "config digest": (self.identity.config_digest, hello.config_digest),
+            "tokenizer digest": (self.identity.tokenizer_digest, hello.tokenizer_digest),
+        }
+        for what, (mine, theirs) in ours.items():
+            if mine != theirs:
+                text = f"{hello.name} was refused: its {what} is {theirs}, the learner's is {mine}"
+                self.say(peer, Error(code="fatal", text=text))
+                self.notice(text)
+                self.events["refused_hello"] += 1
+                return
+        predecessor = self.members.named(hello.name)
+        if predecessor is not None:
+            self._remove(predecessor, "replaced by a new connection", now)
+        member = self.members.join(peer, hello, now)
+        welcome = Welcome(
+            rollout_id=member.rollout_id,
+            incarnation=self.identity.incarnation,
+            version=self.resumed_version,
+            data_address=self.hub.data_address,
+        )
+        self.say(peer, welcome)
+        self.events["joined"] += 1
+        self.notice(f"{member.rollout_id} joined")
+
+    def _delivered(self, event: Delivered, now: float) -> None:
+        group = event.group
+        member = self.members.get(group.rollout_id)
+        if member is not None:
+            member.heard_s = now
+        if group.split == "eval":
+            outcome, reason = self._evaluated(group, member)
+        else:
+            verdict = self.ledger.accept(group, event.num_bytes, now)
+            outcome, reason = verdict.outcome, verdict.reason
+            if verdict.cancel is not None:
+                self._cancel(verdict.cancel[0], group.group_id, verdict.cancel[1], "another attempt was faster")
+            if member is not None:
+                member.held.discard(group.group_id)
+            if outcome == "accepted":
+                self._screen(group)
+        if member is not None:
+            ack = Ack(group_id=group.group_id, attempt=group.attempt, outcome=outcome, reason=reason)
+            self.say(member.peer, ack)
+        if outcome == "refused":
+            self.events[f"refused/{reason}"] += 1
+
+    def _screen(self, group: Group) -> None:
+        """Drop at once what no batch can use, so that its slot is free again."""
+        reasons = [filters.valid(t) for t in group.trajectories]
+        rewards = [t.reward for t, why in zip(group.trajectories, reasons, strict=True) if not why]
+        for trajectory, why in zip(group.trajectories, reasons, strict=True):
+            if why:
+                self.events[f"invalid/{why}"] += 1
+                self.last_reward_error = trajectory.error or why
+        if len(rewards) < 2:
+            self.ledger.drop([group.group_id], "failed")
+            self.events["groups_dropped_unscorable"] += 1
+            self.failed_in_a_row += 1
+            return
+        self.failed_in_a_row = 0
+        refill = self.config.algorithm.zero_variance == "refill" and filters.zero_variance(rewards)
+        if refill and not self.ledger.refill_exhausted(self.ledger.version):
+            self.ledger.drop([group.group_id], "filtered")
+
+    # ---- what goes out
+
+    def say(self, peer: Peer, message: Message) -> None:
+        """Queue a message; the IO thread, which alone touches the sockets, sends it."""
+        self._outgoing.append((peer, message))
+        if threading.current_thread() is not self._thread:
+            self.hub.wake()
+
+    def _flush(self, now: float) -> None:
+        while self._outgoing:
+            peer, message = self._outgoing.popleft()
+            if not self.hub.send(peer, message):
+                member = self.members.of_peer(peer)
+                if member is not None:
+                    self._remove(member, "left: its connection is gone", now)
+
+    def _grant(self, now: float) -> None:
+        """One lease to each member in turn while slots and admission allow: leases follow the free slots."""
+        candidates = [m for m in self.members if m.live]
+        while candidates:
+            for member in list(candidates):
+                full = len(member.held) >= member.num_slots
+                record = None if full else self.ledger.grant(member.rollout_id, self.prompts.next, now)
+                if record is None:
+                    candidates.remove(member)
+                    continue
+                member.held.add(record.group_id)
+                self.say(member.peer, training_lease(self.config, record))
+
+    def _cancel(self, rollout_id: str | None, group_id: int, attempt: Attempt, reason: str) -> None:
+        """Tell the holder of a lease to stop; the ledger has already ended that attempt."""
+        member = self.members.get(rollout_id or "")
+        if member is not None:
+            member.held.discard(group_id)
+            self.say(member.peer, Cancel(group_id=group_id, attempt=attempt, reason=reason))
+
+    def cancel_stale(self, version: int) -> None:
+        """on_stale=cancel: groups born too long ago are sampled anew."""
+        for lease in self.ledger.cancel_stale(version):
+            self._cancel(lease.rollout_id, lease.group_id, lease.attempt, "too old")
+            self.events["stale_cancelled"] += 1
+
+    # ---- evaluation
+
+    def _lease_evaluations(self, now: float) -> None:
+        evaluation = self.evaluation
+        if evaluation is None:
+            return
+        for member in self.members:
+            while member.committed == evaluation.version.version and len(member.evaluating) < self.config.rollout.max_num_seqs:
+                item = evaluation.next_lease()
+                if item is None:
+                    return
+                eval_id, prompt = item
+                member.evaluating.add(eval_id)
+                remaining_s = max(1.0, evaluation.deadline_s - now)
+                self.say(member.peer, evaluation_lease(self.config, eval_id, prompt, evaluation.version, remaining_s))
+
+    def _evaluated(self, group: Group, member: Member | None) -> tuple[Outcome, str]:
+        if member is not None:
+            member.evaluating.discard(group.group_id)
+        if self.evaluation is None or len(group.trajectories) != 1:
+            return "refused", "no_evaluation"
+        reward = group.trajectories[0].reward
+        counted = self.evaluation.deliver(group.group_id, sampled_by(group, self.evaluation.version), reward)
+        return ("accepted", "") if counted else ("duplicate", "")
+
+    # ---- members leave
+
+    def expel(self, rollout_id: str, why: str, now: float, code: str = "rejoin") -> None:
+        """Remove a member that failed a deadline; if it lives, it may say Hello again (unless `code` is fatal)."""
+        member = self.members.get(rollout_id)
+        if member is None:
+            return
+        self.events["expelled"] += 1
+        self.say(member.peer, Error.model_validate({"code": code, "text": f"{rollout_id} was expelled: {why}"}))
+        self._remove(member, f"expelled: {why}", now)
+
+    def _remove(self, member: Member, why: str, now: float) -> None:
+        self.members.leave(member.rollout_id)
+        returned = self.ledger.leave(member.rollout_id, now)
+        if self.evaluation is not None:
+            self.evaluation.give_back(sorted(member.evaluating))
+        if not any(m.live for m in self.members):
+            self._alone_since = now
+        self.notice(f"{member.rollout_id} {why} ({len(returned)} groups leased again)")
+        self.changed.notify_all()
+
+    def committed(self, member: Member, version: int) -> None:
+        """The member serves this version from now on; its first one makes it live."""
+        member.committed = version
+        self._ever_live = True
+        self.ledger.committed(member.rollout_id, version)
+
+    def raise_if_hopeless(self, now: float) -> None:
+        """RunFailed when nothing can come any more: the IO thread died, rollouts are gone, or every answer fails."""
+        if self.failure is not None:
+            raise RunFailed(1, f"the learner's control thread died: {self.failure!r}")
+        limit = self.config.algorithm.max_refill * self.config.groups_per_step
+        if self.failed_in_a_row >= limit:
+            raise RunFailed(
+                4, f"all of the last {self.failed_in_a_row} groups were unscorable, last error: {self.last_reward_error}"
+            )
+        if any(m.live for m in self.members):
+            return
+        key = "timeout_s" if self._ever_live else "start_timeout_s"
+        limit_s = getattr(self.config.rollout, key)
+        if now - self._alone_since > limit_s:
+            who = self.members.why_not_live()
+            raise RunFailed(
+                3, f"no rollout is serving after {limit_s:g} s (rollout.{key}); {who}: see the logs of the rollouts"
+            )

@@ -1,0 +1,163 @@
+"""Rank 0's life: data, ledger, sockets and threads around the trainer, and the closing of the books.
+
+Invariant: however the training ends, END goes out, the ledger is closed and its balance decides the exit code.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any, Literal
+
+import msgpack
+import torch
+
+from async_rl.config import Config
+from async_rl.data.ledger import Ledger
+from async_rl.data.prompts import PromptStream
+from async_rl.data.record import Rules
+from async_rl.envs.tasks import Tasks, build_prompts
+from async_rl.envs.text import load_tokenizer, tokenizer_digest
+from async_rl.learner.commands import Code
+from async_rl.learner.control import ControlPlane, Identity
+from async_rl.learner.failure import RunFailed, RunStopped
+from async_rl.learner.progress import Progress
+from async_rl.learner.publish import Publisher
+from async_rl.learner.rank import Rank
+from async_rl.learner.signals import Stop
+from async_rl.learner.trainer import Trainer
+from async_rl.observability.log import get_logger
+from async_rl.observability.report import write_report
+from async_rl.transport.codec import decode_group, encode_group
+from async_rl.transport.discovery import Discovery, write_discovery
+from async_rl.transport.zmq import ZmqHub
+
+log = get_logger(__name__)
+LINGER_S = 2.0
+
+
+def lead(config: Config, folder: Path, rank: Rank, checkpoint: bytes | None, stop: Stop) -> int:
+    """Train to the end; returns the exit code."""
+    state = msgpack.unpackb(checkpoint, strict_map_key=False) if checkpoint else None
+    version = state["version"] if state else 0
+    run_id = json.loads((folder / "run.json").read_text())["run_id"]
+    identity = Identity(run_id, config.digest(), tokenizer_digest(config.model), _next_incarnation(folder))
+    tasks = build_prompts(config, load_tokenizer(config.model))
+    progress = Progress(config, folder, identity.incarnation, version if state else None)
+    ledger, prompts = _data(config, tasks, identity.incarnation, state)
+    _announce(progress, tasks, identity, version, bool(state))
+    transport = config.transport
+    hub = ZmqHub(
+        transport.host,
+        transport.port,
+        max_message_bytes=transport.max_message_bytes,
+        insecure=transport.insecure,
+        heartbeat_timeout_s=transport.heartbeat_timeout_s,
+    )
+    control = ControlPlane(config, hub, ledger, prompts, identity, version, progress.notice)
+    publisher = Publisher(control, rank.source, _backend(config), version)
+
+    def checkpoint_state() -> bytes:
+        return msgpack.packb(
+            {"version": trainer.version, "prompts": prompts.state_dict(), "ledger": ledger.state_dict(encode_group)}
+        )
+
+    trainer = Trainer(config, rank, control, publisher, progress, tasks.heldout, stop, version, checkpoint_state)
+    trainer.saved = version if state else -1
+    control.start()
+    publisher.start()
+    discovery = folder / "learner.json"
+    found = Discovery(control_address=hub.control_address, incarnation=identity.incarnation, run_id=run_id)
+    write_discovery(discovery, found)
+    code, status, reason = _train(trainer)
+    rank.commands.issue(Code.END)
+    with control.changed:
+        ledger.end()
+        books = ledger.books()
+    publisher.close()
+    control.close(reason, LINGER_S)
+    discovery.unlink(missing_ok=True)
+    if not books["balanced"]:
+        code, status, reason = 5, "failed", f"the books do not balance: {books}"
+    return _finish(folder, progress, books, code, status, reason)
+
+
+def _train(trainer: Trainer) -> tuple[int, str, str]:
+    """(exit code, status, reason)."""
+    try:
+        trainer.run()
+        return 0, "finished", f"{trainer.version} steps done"
+    except RunStopped as e:
+        return _save_at_stop(trainer, e)
+    except RunFailed as e:
+        return e.code, "failed", str(e)
+    except KeyboardInterrupt:
+        return 130, "stopped", "stopped by a second SIGINT, without a checkpoint"
+    except Exception as e:
+        log.exception("training failed")
+        return 1, "failed", f"{type(e).__name__}: {e}"
+
+
+def _save_at_stop(trainer: Trainer, stopped: RunStopped) -> tuple[int, str, str]:
+    try:
+        if trainer.version > 0:
+            trainer.save()
+    except RunFailed as e:
+        return stopped.code, "stopped", f"{stopped}; {e}"
+    return stopped.code, "stopped", f"{stopped}; checkpoint of version {trainer.saved}" if trainer.saved >= 0 else str(stopped)
+
+
+def _finish(folder: Path, progress: Progress, books: dict[str, Any], code: int, status: str, reason: str) -> int:
+    progress.notice(f"{status}: {reason}")
+    result = progress.result(books, status=status, exit_code=code, reason=reason)
+    if result["steps"]:
+        report = write_report(folder)
+        result["report"] = str(report)
+        (folder / "result.json").write_text(json.dumps(result))
+    if code not in (0, 130, 138, 143):
+        print(f"learner: {reason}", file=sys.stderr, flush=True)
+    return code
+
+
+def _data(config: Config, tasks: Tasks, incarnation: int, state: dict[str, Any] | None) -> tuple[Ledger, PromptStream]:
+    rules = Rules(
+        max_staleness=config.max_staleness,
+        on_stale=config.on_stale,
+        num_steps=config.num_steps,
+        groups_per_step=lambda version: config.groups_per_step,
+        max_attempts=config.rollout.max_attempts,
+        lease_timeout_s=config.rollout.lease_timeout_s,
+        max_buffered_bytes=config.transport.max_buffered_bytes,
+        max_group_bytes=config.max_group_bytes,
+        max_refill=config.algorithm.max_refill,
+    )
+    ledger = Ledger(rules, incarnation, state["version"] if state else 0)
+    prompts = PromptStream(tasks.train, config.seed)
+    if state:
+        prompts.load_state_dict(state["prompts"])
+        ledger.load_state_dict(state["ledger"], decode_group)
+    return ledger, prompts
+
+
+def _announce(progress: Progress, tasks: Tasks, identity: Identity, version: int, resumed: bool) -> None:
+    dropped = ", ".join(f"{n} {why}" for why, n in tasks.dropped.items() if n) or "none dropped"
+    progress.notice(f"{len(tasks.train)} training and {len(tasks.heldout)} held-out prompts ({dropped})")
+    if resumed:
+        progress.notice(f"resumed version {version} as incarnation {identity.incarnation}")
+
+
+def _backend(config: Config) -> Literal["gloo", "nccl"]:
+    """NCCL refuses two ranks on one card, so `auto` takes it only when learner and engines have cards of their own."""
+    if config.weights.backend != "auto":
+        return config.weights.backend
+    cards = 0 if config.learner.device == "cpu" else torch.cuda.device_count()
+    return "nccl" if cards >= config.learner.ranks + config.rollout.count else "gloo"
+
+
+def _next_incarnation(folder: Path) -> int:
+    """One more than the last life's; kept in a file, since a killed life leaves nothing else behind."""
+    path = folder / "incarnation"
+    number = int(path.read_text()) + 1 if path.exists() else 1
+    path.write_text(str(number))
+    return number

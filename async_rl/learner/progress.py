@@ -1,0 +1,110 @@
+"""What the learner says of itself: one metrics row and one line per step, notices between them, the result at the end.
+
+Owns the sinks of rank 0 and the clock of the run. Invariant: `metrics.jsonl` is the source of truth; the terminal, the
+report and the result say nothing that is not in it or in the books.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+from async_rl.config import Config
+from async_rl.data.evaluation import Evaluation
+from async_rl.learner.control import ControlPlane
+from async_rl.learner.publish import Publisher
+from async_rl.learner.results import summarize
+from async_rl.observability.log import get_logger
+from async_rl.observability.sinks import Console, JsonlSink, Sink, TensorBoardSink
+
+log = get_logger(__name__)
+
+
+class Progress:
+    def __init__(self, config: Config, run_dir: Path, incarnation: int, resume_step: int | None) -> None:
+        self.run_dir, self.incarnation = run_dir, incarnation
+        self.evaluated = -1  # version of the newest evaluation
+        self._console = Console(config.num_steps)
+        self._path = run_dir / "metrics.jsonl"
+        self._sinks: list[Sink] = [JsonlSink(self._path, resume_step)]
+        if config.observe.tensorboard:
+            self._sinks.append(TensorBoardSink(run_dir / "tensorboard"))
+        self._idle: dict[str, float] = defaultdict(float)  # seconds this step waited, by what for
+        self._started = self._last = time.monotonic()
+        self._last_tokens = 0
+        self._lock = threading.Lock()  # notices come from the control thread, steps from the training thread
+
+    def notice(self, text: str) -> None:
+        log.info("%s", text)
+        with self._lock:
+            self._console.notice(text)
+
+    def waited(self, what: str, seconds: float) -> None:
+        """Book time in which the training thread could not train: batch, publish, eval or save."""
+        self._idle[what] += seconds
+
+    def step(self, version: int, metrics: dict[str, Any], control: ControlPlane, publisher: Publisher, skipped: str) -> None:
+        """Write the row of one step; `skipped` says why it changed nothing."""
+        now = time.monotonic()
+        elapsed = max(now - self._last, 1e-9)
+        with control.changed:
+            generated = control.members.generated_tokens
+            row = {
+                "step": version,
+                "version": version,
+                "incarnation": self.incarnation,
+                "time_s": now - self._started,
+                **metrics,
+                **publisher.stats,
+                "time/step_s": elapsed,
+                "samples_per_s": metrics["batch/num_samples"] / elapsed,
+                "rollout/tokens_per_s": (generated - self._last_tokens) / elapsed,
+                "rollout/num_live": sum(m.live for m in control.members),
+                "idle/learner_s": self._idle["batch"],
+                **{f"idle/{what}_s": seconds for what, seconds in self._idle.items()},
+                **{f"events/{name}": count for name, count in control.events.items()},
+                "ledger": control.ledger.books()["groups"],
+            }
+        if skipped:
+            row["skipped"] = skipped
+            self.notice(f"step after version {version} was skipped: {skipped}")
+        self._last, self._last_tokens = now, generated
+        self._idle.clear()
+        self._write(row)
+
+    def evaluation(self, version: int, evaluation: Evaluation, seconds: float) -> None:
+        self.evaluated = version
+        row = {
+            "step": version,
+            "incarnation": self.incarnation,
+            "time_s": time.monotonic() - self._started,
+            "eval/seconds": seconds,
+            **evaluation.row(),
+        }
+        self._write(row)
+        self.notice(
+            f"held-out accuracy of version {version}: {evaluation.accuracy:.3f} "
+            f"({evaluation.num_counted} answers, {evaluation.missing} missing, {seconds:.1f} s)"
+        )
+
+    def _write(self, row: dict[str, Any]) -> None:
+        with self._lock:
+            for sink in self._sinks:
+                sink.write(row)
+            if "reward/mean" in row:
+                self._console.step(row)
+
+    def result(self, books: dict[str, Any], **ending: Any) -> dict[str, Any]:
+        """The final object, also written to `result.json`."""
+        with self._lock:
+            for sink in self._sinks:
+                sink.close()
+        rows = [json.loads(line) for line in self._path.read_text().splitlines() if line]
+        result = {**summarize(rows, books), **ending, "run_dir": str(self.run_dir)}
+        result["seconds"] = time.monotonic() - self._started
+        (self.run_dir / "result.json").write_text(json.dumps(result))
+        return result

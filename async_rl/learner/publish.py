@@ -1,0 +1,388 @@
+"""A weight's way out: PREPARE, SEND, COMMIT, RELEASE, as one straight line in a thread of rank 0.
+
+The publisher thread talks through the control plane and broadcasts; the trainer hands it buckets at micro-batch
+boundaries (`GatherPort`), because a gather is a collective of all learner ranks. Invariants: the weights named v are
+not changed while a SEND of v reads them; a member that misses a phase deadline is expelled and the publish completes
+on the survivors; a member that says Hello is served the current version before its first lease.
+"""
+
+from __future__ import annotations
+
+import secrets
+import threading
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from async_rl.learner.control import ControlPlane
+from async_rl.learner.members import Member
+from async_rl.observability.log import get_logger
+from async_rl.observability.waiting import waiting
+from async_rl.transport.messages import Commit, Committed, Error, Prepare
+from async_rl.weights.base import WeightsError
+from async_rl.weights.checksum import digest
+from async_rl.weights.group import GroupSpec, WeightGroup, listen
+from async_rl.weights.source import WeightSource
+
+log = get_logger(__name__)
+POLL_S = 0.2  # the longest a waiting publisher sleeps before it looks at its deadline again
+MAX_WEIGHT_ERRORS = 3  # attempts in a row a member may fail before it is told to exit
+
+
+class GatherPort:
+    """Where the publisher asks for bucket k and the trainer, at a boundary, puts it. Guarded by the one lock."""
+
+    def __init__(self, changed: threading.Condition) -> None:
+        self.changed = changed
+        self.wanted: int | None = None
+        self._bucket: torch.Tensor | None = None
+        self.closed = False
+
+    def fetch(self, k: int) -> torch.Tensor:
+        """Publisher: bucket k, uint8. Waits for the trainer's next boundary; raises WeightsError once closed."""
+        with waiting(f"the trainer to hand over bucket {k}"), self.changed:
+            self.wanted, self._bucket = k, None
+            self.changed.notify_all()
+            while self._bucket is None:
+                if self.closed:
+                    raise WeightsError("the learner is closing")
+                self.changed.wait(POLL_S)
+            return self._bucket
+
+    def put(self, bucket: torch.Tensor) -> None:
+        """Trainer: the bucket that was wanted."""
+        with self.changed:
+            self.wanted, self._bucket = None, bucket
+            self.changed.notify_all()
+
+    def close(self) -> None:
+        with self.changed:
+            self.closed = True
+            self.changed.notify_all()
+
+
+@dataclass(frozen=True)
+class Sums:
+    """What receivers must report: the digest of each bucket, and the checksum of the loaded weights."""
+
+    bucket_digests: list[str]
+    checksum: str
+
+
+class MemberLost(Exception):
+    """Members left, were expelled or failed in a phase: the publish starts over with the others."""
+
+
+@dataclass
+class Membership:
+    """One composition of the broadcast group."""
+
+    number: int
+    members: list[Member]
+    group: WeightGroup | None = None
+    ranks: dict[str, int] = field(default_factory=dict)  # rollout id -> first rank
+    world_size: int = 1
+
+    @property
+    def ids(self) -> set[str]:
+        return {m.rollout_id for m in self.members}
+
+
+class Publisher:
+    def __init__(self, control: ControlPlane, source: WeightSource, backend: str, version: int) -> None:
+        self.control, self.source, self.backend = control, source, backend
+        self.manifest = source.manifest
+        self.changed = control.changed
+        self.port = GatherPort(self.changed)
+        self.version = version  # of the weights the trainer holds now
+        self.published = -1  # newest version every member has committed
+        self.sending = False
+        self.mutating = False
+        self.stats: dict[str, float] = {}
+        self._membership = Membership(0, [])
+        self._errors: dict[str, int] = {}
+        self._pool = ThreadPoolExecutor(max_workers=2, thread_name_prefix="broadcast")
+        self._thread = threading.Thread(target=self._run, name="publisher", daemon=True)
+
+    # ---- the trainer's side
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def begin_update(self) -> bool:
+        """Called in a loop before an optimizer step: True once nothing reads the weights any more."""
+        with self.changed:
+            if self.sending:
+                return False
+            self.mutating = True
+            return True
+
+    def end_update(self, version: int) -> None:
+        """After the step: the weights are `version` now (the same as before for a mini-batch in the middle)."""
+        with self.changed:
+            self.mutating, self.version = False, version
+            self.changed.notify_all()
+
+    def close(self) -> None:
+        self.port.close()
+        self._thread.join(timeout=5.0)
+        if self._membership.group is not None:
+            self._membership.group.close()
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    # ---- the thread
+
+    def _run(self) -> None:
+        try:
+            while self._wait_for_work():
+                self._publish()
+        except WeightsError as e:
+            if not self.port.closed:
+                self._fail(e)
+        except BaseException as e:
+            self._fail(e)
+
+    def _fail(self, error: BaseException) -> None:
+        log.exception("the publisher thread died")
+        with self.changed:
+            self.control.failure = error
+            self.changed.notify_all()
+
+    def _wait_for_work(self) -> bool:
+        """True when somebody lacks the current version; False when the learner closes. Marks the weights as read."""
+        with self.changed:
+            while True:
+                if self.port.closed:
+                    return False
+                behind = any(m.committed != self.version for m in self.control.members)
+                if behind and not self.mutating:
+                    self.sending = True
+                    return True
+                self.changed.wait(POLL_S)
+
+    def _publish(self) -> None:
+        """Version `self.version` to every member; starts over without those that are lost on the way."""
+        started = time.monotonic()
+        sums: Sums | None = None
+        try:
+            while sums is None:
+                with self.changed:
+                    members = list(self.control.members)
+                if not members:
+                    return
+                try:
+                    membership = self._prepare(members)
+                    sums = self._send(membership)
+                    self._await("staged", membership)
+                except MemberLost as lost:
+                    log.warning("publish of version %d starts over: %s", self.version, lost)
+                    self._dissolve()
+                    sums = None
+            version = self.version
+        finally:
+            with self.changed:
+                self.sending = False
+                self.changed.notify_all()
+        sent = time.monotonic()
+        self._commit(membership, version, sums)
+        with self.changed:
+            self.stats = {
+                "publish/send_s": sent - started,
+                "publish/commit_s": time.monotonic() - sent,
+                "publish/bytes": float(self.manifest.num_bytes),
+            }
+
+    # ---- PREPARE
+
+    def _prepare(self, members: list[Member]) -> Membership:
+        """Form the group if its composition changed; every member has agreed on the manifest and posted its receive."""
+        if {m.rollout_id for m in members} != self._membership.ids or self._membership.group is None:
+            membership = self._form(members)
+        else:
+            membership = self._membership
+            self._say_prepare(membership, "", 0, self._tag)
+        self._await("prepared", membership)
+        return membership
+
+    def _form(self, members: list[Member]) -> Membership:
+        self._dissolve()
+        membership = Membership(self._membership.number + 1, members)
+        for member in members:
+            membership.ranks[member.rollout_id] = membership.world_size
+            membership.world_size += member.num_workers
+        self._membership = membership
+        host = self.control.config.transport.host
+        sock, port = listen(host)
+        self._tag = secrets.token_hex(8)
+        self._say_prepare(membership, host, port, self._tag)
+        spec = GroupSpec(
+            backend=self.backend,
+            host=host,
+            port=port,
+            tag=self._tag,
+            rank=0,
+            world_size=membership.world_size,
+            membership=membership.number,
+            timeout_s=self.control.config.weights.phase_timeout_s,
+        )
+        forming = self._pool.submit(WeightGroup, spec, sock)
+        membership.group = self._outcome(forming, membership, "form the weight group")
+        return membership
+
+    _tag = ""
+
+    def _say_prepare(self, membership: Membership, host: str, port: int, tag: str) -> None:
+        with self.changed:
+            self._forget_replies(membership)
+            for member in membership.members:
+                prepare = Prepare.model_validate(
+                    {
+                        "incarnation": self.control.identity.incarnation,
+                        "version": self.version,
+                        "membership": membership.number,
+                        "backend": self.backend,
+                        "host": host,
+                        "port": port,
+                        "tag": tag,
+                        "rank": membership.ranks[member.rollout_id],
+                        "world_size": membership.world_size,
+                        "manifest": self.manifest.to_dict(),
+                        "timeout_s": self.control.config.weights.phase_timeout_s,
+                    }
+                )
+                self.control.say(member.peer, prepare)
+
+    def _forget_replies(self, membership: Membership) -> None:
+        for kind in ("prepared", "staged", "committed"):
+            self.control.replies.pop((kind, membership.number), None)
+        self.control.replies.pop(("error", 0), None)
+
+    def _dissolve(self) -> None:
+        if self._membership.group is not None:
+            self._membership.group.close()
+            self._membership.group = None
+
+    # ---- SEND
+
+    def _send(self, membership: Membership) -> Sums:
+        """Broadcast every bucket while the next is gathered; returns digests and checksum of what was sent."""
+        assert membership.group is not None
+        digests: list[str] = []
+        in_flight: Future[Any] | None = None
+        for k in range(len(self.manifest.buckets)):
+            bucket = self.port.fetch(k)
+            if in_flight is not None:
+                self._outcome(in_flight, membership, f"receive bucket {k - 1}")
+            in_flight = self._pool.submit(membership.group.broadcast, bucket)
+            digests.append(digest(bucket))
+        if in_flight is not None:
+            self._outcome(in_flight, membership, "receive the last bucket")
+        return Sums(digests, self.source.checksum())
+
+    def _outcome(self, future: Future[Any], membership: Membership, what: str) -> Any:
+        """The future's result, or MemberLost as soon as a member is gone, reports an error, or the group fails."""
+        names = ", ".join(sorted(membership.ids))
+        with waiting(f"{names} to {what}"):
+            while True:
+                try:
+                    return future.result(timeout=POLL_S / 4)
+                except TimeoutError:
+                    with self.changed:
+                        self._check(membership)
+                except WeightsError as e:
+                    self._blame_silent(membership, str(e))
+                    raise MemberLost(str(e)) from None
+
+    def _blame_silent(self, membership: Membership, why: str) -> None:
+        """A group operation failed. Whoever has not been heard of for a few heartbeats is why; the rest try again."""
+        limit_s = 3 * self.control.config.transport.heartbeat_s
+        with self.changed:
+            now = time.monotonic()
+            for m in membership.members:
+                if m.rollout_id in self.control.members and now - m.heard_s > limit_s:
+                    self.control.expel(m.rollout_id, why, now)
+
+    # ---- waiting for replies
+
+    def _await(self, kind: str, membership: Membership) -> None:
+        """Until every member said `kind`; expels those that miss the phase deadline and raises MemberLost."""
+        deadline = time.monotonic() + self.control.config.weights.phase_timeout_s
+        with waiting(f"{', '.join(sorted(membership.ids))} to say {kind} {self.version}"), self.changed:
+            while True:
+                self._check(membership)
+                missing = self._missing(kind, membership, self.version)
+                if not missing:
+                    return
+                now = time.monotonic()
+                if now > deadline:
+                    for rollout_id in missing:
+                        self.control.expel(rollout_id, f"it did not say {kind} {self.version} in time", now)
+                self.changed.wait(POLL_S)
+
+    def _missing(self, kind: str, membership: Membership, version: int) -> set[str]:
+        replies = self.control.replies.get((kind, membership.number), {})
+        said = {i for i, reply in replies.items() if not isinstance(reply, Error) and reply.version == version}
+        return membership.ids - said
+
+    def _check(self, membership: Membership) -> None:
+        """MemberLost when the membership is no longer what it was, or a member reports a failed transfer."""
+        if self.port.closed:
+            raise WeightsError("the learner is closing")
+        gone = [i for i in membership.ids if i not in self.control.members]
+        if gone:
+            raise MemberLost(f"{', '.join(gone)} left")
+        for rollout_id, reply in self.control.replies.get(("error", 0), {}).items():
+            if rollout_id in membership.ids and isinstance(reply, Error):
+                self._count_error(rollout_id, reply.text)
+                raise MemberLost(f"{rollout_id}: {reply.text}")
+
+    def _count_error(self, rollout_id: str, text: str) -> None:
+        self._errors[rollout_id] = self._errors.get(rollout_id, 0) + 1
+        if self._errors[rollout_id] >= MAX_WEIGHT_ERRORS:
+            why = f"{MAX_WEIGHT_ERRORS} weight updates in a row failed, the last with: {text}"
+            self.control.expel(rollout_id, why, time.monotonic(), code="fatal")
+
+    # ---- COMMIT
+
+    def _commit(self, membership: Membership, version: int, sums: Sums) -> None:
+        """Every member loads and labels; those that fail are expelled, the others are released to lease."""
+        identity, deadline = self.control.identity, time.monotonic() + self.control.config.weights.phase_timeout_s
+        commit = Commit(
+            incarnation=identity.incarnation, version=version, membership=membership.number, bucket_digests=sums.bucket_digests
+        )
+        done: set[str] = set()
+        with waiting(f"{', '.join(sorted(membership.ids))} to commit {identity.incarnation}:{version}"), self.changed:
+            for member in membership.members:
+                self.control.say(member.peer, commit)
+                while not self.port.closed:
+                self._take_commits(membership, version, sums, done)
+                missing = {i for i in membership.ids - done if i in self.control.members}
+                if not missing:
+                    break
+                if time.monotonic() > deadline:
+                    for rollout_id in missing:
+                        self.control.expel(rollout_id, f"it did not commit version {version} in time", time.monotonic())
+                self.changed.wait(POLL_S)
+            self.published = version
+            self.changed.notify_all()
+
+    def _take_commits(self, membership: Membership, version: int, sums: Sums, done: set[str]) -> None:
+        now = time.monotonic()
+        for rollout_id, reply in self.control.replies.get(("committed", membership.number), {}).items():
+            member = self.control.members.get(rollout_id)
+            if member is None or rollout_id in done or not isinstance(reply, Committed) or reply.version != version:
+                continue
+            if reply.checksum != sums.checksum:
+                why = f"checksum mismatch at version {version}: it holds {reply.checksum}, sent was {sums.checksum}"
+                self.control.events["checksum_mismatch"] += 1
+                self.control.expel(rollout_id, why, now, code="fatal")
+                continue
+            done.add(rollout_id)
+            self._errors.pop(rollout_id, None)
+            self.control.committed(member, version)
+        for rollout_id, reply in list(self.control.replies.get(("error", 0), {}).items()):
+            if rollout_id in membership.ids - done and isinstance(reply, Error):
+                self.control.expel(rollout_id, f"it could not commit version {version}: {reply.text}", now)

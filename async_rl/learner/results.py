@@ -1,0 +1,45 @@
+"""The run in one JSON object, computed from `metrics.jsonl` and the books: what `train` prints last.
+
+Pure over rows, so that a resumed run reports all of itself. Invariant: every figure can be recomputed from the file.
+"""
+
+from __future__ import annotations
+
+import statistics
+from typing import Any
+
+ENDS = 5  # steps averaged for the first and the last reward
+LAST_EVALS = 3  # evaluations whose median is `eval_last`
+
+
+def summarize(rows: list[dict[str, Any]], books: dict[str, Any]) -> dict[str, Any]:
+    """First and last reward, held-out accuracy before and after, lag, throughput, idle time and the ledger."""
+    steps = [row for row in rows if "reward/mean" in row]
+    evals = [row for row in rows if "eval/accuracy" in row]
+    accuracies = [row["eval/accuracy"] for row in evals]
+    rewards = [row["reward/mean"] for row in steps if row["reward/mean"] == row["reward/mean"]]
+    tokens = sum(row["batch/num_tokens"] for row in steps)
+    samples = sum(row["batch/num_samples"] for row in steps)
+    step_s = sum(row["time/step_s"] for row in steps)
+    return {
+        "steps": len(steps),
+        "policy_version": steps[-1]["version"] if steps else 0,
+        "reward_first": _mean(rewards[:ENDS]),
+        "reward_last": _mean(rewards[-ENDS:]),
+        "eval_first": accuracies[0] if accuracies else None,
+        "eval_last": statistics.median(accuracies[-LAST_EVALS:]) if accuracies else None,
+        "evals": [[row["eval/version"], row["eval/accuracy"]] for row in evals],
+        "lag_mean": sum(row["lag/mean"] * row["batch/num_tokens"] for row in steps) / tokens if tokens else None,
+        "lag_max": max((row["lag/max"] for row in steps), default=None),
+        "lag_hist": [sum(column) for column in zip(*(row["lag/hist"] for row in steps), strict=True)] if steps else [],
+        "mismatch_abs_lag0": _mean([row["mismatch/abs_lag0"] for row in steps if row.get("mismatch/abs_lag0") is not None]),
+        "samples_per_s": samples / step_s if step_s else None,
+        "tokens_per_s": tokens / step_s if step_s else None,
+        "steps_s": step_s,
+        "idle_s": {k: sum(row.get(f"idle/{k}_s", 0.0) for row in steps) for k in ("batch", "publish", "eval", "save")},
+        "ledger": books,
+    }
+
+
+def _mean(values: list[float]) -> float | None:
+    return sum(values) / len(values) if values else None

@@ -1,0 +1,225 @@
+"""The training loop: rank 0 leads (`Trainer`), the other ranks follow (`follow`); both readable on one screen.
+
+Owns the version counter. The training thread never touches a socket and never waits without serving gathers, saying
+IDLE to the other ranks, and looking whether the run can still go on. Invariant: `version` changes only between
+`before_update` and `end_update`, while nothing reads the weights.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeVar
+
+from async_rl.config import Config
+from async_rl.data.evaluation import Evaluation
+from async_rl.data.record import Record
+from async_rl.learner.assemble import assemble
+from async_rl.learner.checkpoint import CheckpointError
+from async_rl.learner.commands import IDLE_S, Code, Commands
+from async_rl.learner.control import ControlPlane
+from async_rl.learner.failure import RunFailed
+from async_rl.learner.progress import Progress
+from async_rl.learner.publish import Publisher
+from async_rl.learner.rank import Rank
+from async_rl.learner.signals import Stop
+from async_rl.observability.waiting import waiting
+from async_rl.transport.messages import Cancel
+from async_rl.types import Prompt, WeightName
+
+T = TypeVar("T")
+POLL_S = 0.1
+
+
+def follow(rank: Rank) -> None:
+    """Ranks other than 0: do what rank 0 commands, with it, until END."""
+    while True:
+        code, argument = rank.commands.receive()
+        if code is Code.STEP:
+            batch = rank.scatter(None)
+            rank.update.run(batch, argument, boundary=rank.follow_gathers, before_update=rank.follow_gathers)
+        elif code is Code.GATHER:
+            rank.source.gather(argument)
+        elif code is Code.SAVE:
+            rank.save(argument, None)
+        elif code is Code.END:
+            return
+
+
+@dataclass
+class Trainer:
+    """Rank 0."""
+
+    config: Config
+    rank: Rank
+    control: ControlPlane
+    publisher: Publisher
+    progress: Progress
+    heldout: list[Prompt]
+    stop: Stop
+    version: int
+    checkpoint_state: Callable[[], bytes]
+    saved: int = -1  # version of the newest checkpoint
+    skipped_in_a_row: int = 0
+    failed_saves: int = 0
+
+    @property
+    def commands(self) -> Commands:
+        return self.rank.commands
+
+    def run(self) -> None:
+        """From the current version to `num_steps`. Raises RunFailed or RunStopped."""
+        if self.version == 0 or self.version >= self.config.num_steps:
+            self.evaluate()
+        while self.version < self.config.num_steps:
+            self.step(self.next_batch())
+            self.maybe_save()
+            if self._due(self.config.eval.every) and self.version < self.config.num_steps:
+                self.evaluate()
+        self.evaluate()
+        self.save()
+
+    # ---- one step
+
+    def next_batch(self) -> list[Record]:
+        """The oldest groups the staleness rule lets this version have."""
+        with self.control.changed:
+            self.control.cancel_stale(self.version)
+        what = f"{self.config.groups_per_step} groups for version {self.version + 1}"
+        started = time.monotonic()
+        records = self._wait(lambda: self.control.ledger.take(self.version), what, self._why_no_batch)
+        self.progress.waited("batch", time.monotonic() - started)
+        return records
+
+    def step(self, records: list[Record]) -> None:
+        started = time.monotonic()
+        batch, metrics = assemble(records, self.version, self.config.algorithm, self.config.max_staleness, self.config.seed)
+        self.commands.issue(Code.STEP, self.version)
+        batch = self.rank.scatter(batch)
+        report = self.rank.update.run(batch, self.version, boundary=self._boundary, before_update=self._before_update)
+        ids = [record.group_id for record in records]
+        with self.control.changed:
+            if report.skipped:
+                self.control.ledger.drop(ids, "skipped")
+            else:
+                self.version += 1
+                self.control.ledger.trained(ids, self.version)
+            self.publisher.end_update(self.version)
+        self.skipped_in_a_row = self.skipped_in_a_row + 1 if report.skipped else 0
+        metrics |= report.metrics
+        metrics["time/train_s"] = time.monotonic() - started
+        self.progress.step(self.version, metrics, self.control, self.publisher, report.reason if report.skipped else "")
+        if self.skipped_in_a_row >= self.config.learner.max_skipped_steps:
+            raise RunFailed(
+                4,
+                f"{self.skipped_in_a_row} steps in a row changed nothing at version {self.version} "
+                f"(learner.max_skipped_steps): {report.reason}",
+            )
+
+    def _boundary(self) -> None:
+        """Before each micro-batch, on all ranks: hand over what the publisher asks for, then go on."""
+        while (k := self.publisher.port.wanted) is not None:
+            self._gather(k)
+        self.commands.issue(Code.PROCEED)
+
+    def _before_update(self) -> None:
+        """Before each optimizer step, on all ranks: nothing may still read the weights."""
+        started = time.monotonic()
+        self._wait(self.publisher.begin_update, "the weights to be sent before the next optimizer step")
+        self.progress.waited("publish", time.monotonic() - started)
+        self.commands.issue(Code.PROCEED)
+
+    def _gather(self, k: int) -> None:
+        self.commands.issue(Code.GATHER, k)
+        bucket = self.rank.source.gather(k)
+        assert bucket is not None, "rank 0 receives every gathered bucket"
+        self.publisher.port.put(bucket)
+
+    # ---- evaluation and checkpoints
+
+    def evaluate(self) -> None:
+        """Greedy answers to the held-out draws, all by the current version; training waits, rollouts do not."""
+        if self.config.eval.draws == 0 or self.progress.evaluated == self.version:
+            return
+        name = WeightName(self.control.identity.incarnation, self.version)
+        self._wait(lambda: self.publisher.published >= self.version, f"a rollout to serve {name}", self._who)
+        started = time.monotonic()
+        evaluation = Evaluation(
+            self.heldout, self.config.eval.draws, self.config.seed, name, started + self.config.eval.timeout_s
+        )
+        with self.control.changed:
+            self.control.evaluation = evaluation
+        try:
+            self._wait(lambda: evaluation.done or time.monotonic() > evaluation.deadline_s, f"the evaluation of {name}")
+        finally:
+            self._end_evaluation()
+        self.progress.waited("eval", time.monotonic() - started)
+        self.progress.evaluation(self.version, evaluation, time.monotonic() - started)
+
+    def _end_evaluation(self) -> None:
+        with self.control.changed:
+            self.control.evaluation = None
+            for member in self.control.members:
+                for eval_id in member.evaluating:
+                    attempt = (self.control.identity.incarnation, 0)
+                    self.control.say(member.peer, Cancel(group_id=eval_id, attempt=attempt, reason="the evaluation ended"))
+                member.evaluating.clear()
+
+    def _due(self, every: int) -> bool:
+        return every > 0 and self.version % every == 0
+
+    def maybe_save(self) -> None:
+        if self._due(self.config.checkpoint.every) and self.version < self.config.num_steps:
+            self.save()
+
+    def save(self) -> None:
+        """A checkpoint of the current version; a failed one is loud, and fatal only when it repeats."""
+        if self.saved == self.version:
+            return
+        started = time.monotonic()
+        with self.control.changed:
+            state = self.checkpoint_state()
+        self.commands.issue(Code.SAVE, self.version)
+        try:
+            self.rank.save(self.version, state)
+        except CheckpointError as e:
+            self.failed_saves += 1
+            self.progress.notice(f"checkpoint of version {self.version} failed ({self.failed_saves} in a row): {e}")
+            if self.failed_saves >= self.config.checkpoint.max_failed_saves:
+                raise RunFailed(
+                    4, f"{self.failed_saves} checkpoints in a row failed (checkpoint.max_failed_saves), the last: {e}"
+                ) from None
+            return
+        self.failed_saves, self.saved = 0, self.version
+        self.progress.waited("save", time.monotonic() - started)
+
+    # ---- waiting
+
+    def _wait(self, ready: Callable[[], T | None], what: str, detail: Callable[[], str] | None = None) -> T:
+        """The first true result of `ready`, called under the lock; meanwhile gathers are served and IDLE is said."""
+        said_idle = time.monotonic()
+        with waiting(what, detail):
+            while True:
+                with self.control.changed:
+                    self.stop.raise_if_asked()
+                    self.control.raise_if_hopeless(time.monotonic())
+                    result = ready()
+                    if result:
+                        return result
+                    if self.publisher.port.wanted is None:
+                        self.control.changed.wait(POLL_S)
+                    k = self.publisher.port.wanted
+                if k is not None:
+                    self._gather(k)
+                elif time.monotonic() - said_idle > IDLE_S:
+                    said_idle = time.monotonic()
+                    self.commands.issue(Code.IDLE)
+
+    def _why_no_batch(self) -> str:
+        with self.control.changed:
+            return f"{self.control.ledger.why_not(self.version, time.monotonic())}; {self._who()}"
+
+    def _who(self) -> str:
+        with self.control.changed:
+            return self.control.members.why_not_live()
