@@ -15,9 +15,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
-
 from async_rl.learner.control import ControlPlane
+from async_rl.learner.gather import GatherPort
 from async_rl.learner.members import Member
 from async_rl.observability.log import get_logger
 from async_rl.observability.waiting import waiting
@@ -30,38 +29,6 @@ from async_rl.weights.source import WeightSource
 log = get_logger(__name__)
 POLL_S = 0.2  # the longest a waiting publisher sleeps before it looks at its deadline again
 MAX_WEIGHT_ERRORS = 3  # attempts in a row a member may fail before it is told to exit
-
-
-class GatherPort:
-    """Where the publisher asks for bucket k and the trainer, at a boundary, puts it. Guarded by the one lock."""
-
-    def __init__(self, changed: threading.Condition) -> None:
-        self.changed = changed
-        self.wanted: int | None = None
-        self._bucket: torch.Tensor | None = None
-        self.closed = False
-
-    def fetch(self, k: int) -> torch.Tensor:
-        """Publisher: bucket k, uint8. Waits for the trainer's next boundary; raises WeightsError once closed."""
-        with waiting(f"the trainer to hand over bucket {k}"), self.changed:
-            self.wanted, self._bucket = k, None
-            self.changed.notify_all()
-            while self._bucket is None:
-                if self.closed:
-                    raise WeightsError("the learner is closing")
-                self.changed.wait(POLL_S)
-            return self._bucket
-
-    def put(self, bucket: torch.Tensor) -> None:
-        """Trainer: the bucket that was wanted."""
-        with self.changed:
-            self.wanted, self._bucket = None, bucket
-            self.changed.notify_all()
-
-    def close(self) -> None:
-        with self.changed:
-            self.closed = True
-            self.changed.notify_all()
 
 
 @dataclass(frozen=True)
@@ -236,7 +203,7 @@ class Publisher:
 
     def _say_prepare(self, membership: Membership, host: str, port: int, tag: str) -> None:
         with self.changed:
-            self._forget_replies(membership)
+            self.control.replies.clear()
             for member in membership.members:
                 prepare = Prepare.model_validate(
                     {
@@ -254,11 +221,6 @@ class Publisher:
                     }
                 )
                 self.control.say(member.peer, prepare)
-
-    def _forget_replies(self, membership: Membership) -> None:
-        for kind in ("prepared", "staged", "committed"):
-            self.control.replies.pop((kind, membership.number), None)
-        self.control.replies.pop(("error", 0), None)
 
     def _dissolve(self) -> None:
         if self._membership.group is not None:
@@ -357,7 +319,7 @@ class Publisher:
         with waiting(f"{', '.join(sorted(membership.ids))} to commit {identity.incarnation}:{version}"), self.changed:
             for member in membership.members:
                 self.control.say(member.peer, commit)
-                while not self.port.closed:
+            while not self.port.closed:
                 self._take_commits(membership, version, sums, done)
                 missing = {i for i in membership.ids - done if i in self.control.members}
                 if not missing:
@@ -366,7 +328,8 @@ class Publisher:
                     for rollout_id in missing:
                         self.control.expel(rollout_id, f"it did not commit version {version} in time", time.monotonic())
                 self.changed.wait(POLL_S)
-            self.published = version
+            if done:
+                self.published = version
             self.changed.notify_all()
 
     def _take_commits(self, membership: Membership, version: int, sums: Sums, done: set[str]) -> None:
