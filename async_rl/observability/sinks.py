@@ -1,0 +1,133 @@
+"""Where metric rows go: `metrics.jsonl`, which is the source of truth, and TensorBoard beside it.
+
+A row is a flat mapping with a `step`; values are numbers, strings, lists or mappings of them. Imports numpy; tensorboard
+inside its sink. Invariant: after a resume from step k no row of a later step is left from the life before.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from async_rl.observability.console import Console
+from async_rl.observability.log import get_logger
+
+__all__ = ["Console", "JsonlSink", "Row", "Sink", "TensorBoardSink", "read_rows"]
+
+Row = Mapping[str, Any]
+log = get_logger(__name__)
+
+
+class Sink(Protocol):
+    """Takes rows, in order, from one thread at a time."""
+
+    def write(self, row: Row) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class JsonlSink:
+    """Appends one JSON object per row, readable at once by others.
+
+    `resume_step` None starts the file anew; otherwise rows up to that step stay, and later ones, of a life whose work was
+    lost, go. Raises OSError when the file cannot be written.
+    """
+
+    def __init__(self, path: Path, resume_step: int | None) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        kept = [] if resume_step is None else [row for row in read_rows(path) if row.get("step", 0) <= resume_step]
+        beside = path.with_suffix(".tmp")
+        beside.write_text("".join(_line(row) for row in kept), encoding="utf-8")
+        os.replace(beside, path)
+        self._file = path.open("a", encoding="utf-8")
+
+    def write(self, row: Row) -> None:
+        self._file.write(_line(row))
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+
+class TensorBoardSink:
+    """Writes every number of a row as a scalar at the row's step; list entries become `name/0`, `name/1`, ...
+
+    Into a folder that already has events, the first row tells TensorBoard to forget theirs from its step on.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        from tensorboard.compat.proto import event_pb2, summary_pb2  # the native writer: it needs neither torch nor tensorflow
+        from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
+        folder.mkdir(parents=True, exist_ok=True)
+        self._event, self._summary, self._session = event_pb2.Event, summary_pb2.Summary, event_pb2.SessionLog
+        self._continues = any(folder.iterdir())
+        self._writer = EventFileWriter(str(folder))
+
+    def write(self, row: Row) -> None:
+        step = int(row.get("step", 0))
+        if self._continues:
+            restart = self._session(status=self._session.START)
+            self._writer.add_event(self._event(step=step, wall_time=time.time(), session_log=restart))
+            self._continues = False
+        values = [self._summary.Value(tag=tag, simple_value=value) for tag, value in _scalars("", row) if tag != "step"]
+        self._writer.add_event(self._event(step=step, wall_time=time.time(), summary=self._summary(value=values)))
+        self._writer.flush()
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    """All rows of a metrics file; [] without one. A line cut short by a kill is left out, and logged."""
+    rows: list[dict[str, Any]] = []
+    if not path.is_file():
+        return rows
+    for number, line in enumerate(path.read_text(encoding="utf-8", errors="replace").splitlines(), 1):
+        try:
+            row = json.loads(line)
+        except ValueError:
+            row = None
+        if isinstance(row, dict):
+            rows.append(row)
+        elif line.strip():
+            log.warning("%s line %d is not a JSON object (cut short by a kill?): left out", path, number)
+    return rows
+
+
+def _line(row: Row) -> str:
+    return json.dumps(_plain(row), allow_nan=False) + "\n"
+
+
+def _plain(value: Any) -> Any:
+    """What strict JSON can say: numpy becomes Python, NaN and infinity become null, anything odd its text."""
+    if isinstance(value, np.ndarray | np.generic):
+        value = value.tolist()
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if value is None or isinstance(value, str | int):
+        return value
+    if isinstance(value, Mapping):
+        return {str(k): _plain(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(v) for v in value]
+    return str(value)
+
+
+def _scalars(name: str, value: Any) -> Iterator[tuple[str, float]]:
+    value = _plain(value) if not name else value
+    if isinstance(value, dict):
+        for key, part in value.items():
+            yield from _scalars(f"{name}/{key}" if name else key, part)
+    elif isinstance(value, list):
+        for i, part in enumerate(value):
+            yield from _scalars(f"{name}/{i}", part)
+    elif isinstance(value, int | float):
+        yield name, float(value)
