@@ -1,0 +1,189 @@
+"""`python -m async_rl.rollout RUN_DIR --name NAME`: one rollout process.
+
+Owns the order of creation (engine before threads and sockets, for it may fork; then the reward pool, which spawns; then the
+wire), signals, and exit codes: 0 the learner ended the run, 2 refused or misconfigured, 3 no learner, 1 anything else,
+128 + n signal n. Invariant: once it has decided to go it is gone within SHUTDOWN_S, with every child.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import signal
+import sys
+import threading
+from pathlib import Path
+from types import FrameType
+from typing import NamedTuple
+
+import torch
+
+from async_rl.config import Config, ConfigError, load_config
+from async_rl.envs.base import TaskError
+from async_rl.envs.rewards import RewardPool
+from async_rl.envs.single_turn import SingleTurn
+from async_rl.envs.text import decoder, load_tokenizer, tokenizer_digest
+from async_rl.observability.log import get_logger, setup_logging
+from async_rl.observability.process import die_with_parent
+from async_rl.rollout.engine import Engine, EngineDead
+from async_rl.rollout.join import Door, Fatal, Unreachable
+from async_rl.rollout.scheduler import Sampler
+from async_rl.rollout.toy_engine import ToyEngine
+from async_rl.rollout.vllm_engine import VllmEngine
+from async_rl.rollout.worker import Worker
+from async_rl.transport.base import Link, TransportError
+from async_rl.transport.messages import PROTOCOL, Hello
+from async_rl.transport.zmq import ZmqLink
+
+log = get_logger(__name__)
+SHUTDOWN_S = 5.0
+ENGINE_CLOSE_S = 3.0
+# torchrun's words: an engine that inherits them takes itself for a rank of somebody else's job
+FOREIGN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
+
+
+class Stopped(BaseException):
+    """A signal before the event loop could take it."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.number = number
+
+
+class Outcome(NamedTuple):
+    code: int
+    sentence: str
+
+
+def main(run_dir: Path, name: str) -> int:
+    """Runs one rollout process to its end; prints one sentence and returns the exit code."""
+    die_with_parent()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, _raise_stopped)
+    try:
+        outcome = _run(run_dir, name)
+    except Stopped as stopped:
+        outcome = Outcome(128 + stopped.number, f"stopped by {signal.Signals(stopped.number).name}")
+    except (ConfigError, TaskError) as e:
+        outcome = Outcome(2, str(e))
+    except (EngineDead, TransportError) as e:
+        outcome = Outcome(1, str(e))
+    print(f"{name}: {outcome.sentence}", file=sys.stderr, flush=True)
+    return outcome.code
+
+
+def _raise_stopped(number: int, frame: FrameType | None) -> None:
+    raise Stopped(number)
+
+
+def _run(run_dir: Path, name: str) -> Outcome:
+    config = load_config(run_dir / "config.yaml")
+    run_id = _run_id(run_dir / "run.json")
+    setup_logging(name, None, config.observe.log_level)
+    for variable in FOREIGN:
+        os.environ.pop(variable, None)
+    torch.set_num_threads(config.rollout.threads)
+    engine = _engine(config)
+    rollout = config.rollout
+    pool = RewardPool(config.data.reward, rollout.reward_workers, rollout.reward_timeout_s)
+    sampler = Sampler(engine, SingleTurn(), pool.score, decoder(load_tokenizer(config.model)))
+    hello = Hello(
+        protocol=PROTOCOL,
+        run_id=run_id,
+        config_digest=config.digest(),
+        tokenizer_digest=tokenizer_digest(config.model),
+        name=name,
+        num_slots=rollout.num_slots,
+        pid=os.getpid(),
+    )
+    return asyncio.run(_serve(config, sampler, hello, run_dir, pool))
+
+
+def _run_id(path: Path) -> str:
+    try:
+        return str(json.loads(path.read_text())["run_id"])
+    except (OSError, ValueError, KeyError) as e:
+        raise ConfigError(
+            f"{path} does not name the run ({type(e).__name__}: {e}): start the run with async-rl train"
+        ) from None
+
+
+def _engine(config: Config) -> Engine:
+    if config.rollout.engine == "toy":
+        return ToyEngine.create(config)
+    return VllmEngine.create(config, timeout_s=config.rollout.start_timeout_s)
+
+
+async def _serve(config: Config, sampler: Sampler, hello: Hello, run_dir: Path, pool: RewardPool) -> Outcome:
+    transport = config.transport
+
+    def connect(address: str) -> Link:
+        return ZmqLink(
+            address, max_message_bytes=transport.max_message_bytes, heartbeat_timeout_s=transport.heartbeat_timeout_s
+        )
+
+    door = Door(
+        run_dir / "learner.json",
+        hello,
+        connect,
+        transport.heartbeat_s,
+        transport.heartbeat_timeout_s,
+        transport.connect_timeout_s,
+    )
+    worker = Worker(config, sampler, door)
+    outcome = await _outcome(worker)
+    _exit_at_the_latest_after(SHUTDOWN_S, outcome)
+    log.info("counted: %s", json.dumps(worker.summary()))
+    try:
+        async with asyncio.timeout(ENGINE_CLOSE_S):
+            await sampler.engine.close()
+    except (TimeoutError, EngineDead) as e:
+        log.warning("the engine did not close: %s", str(e) or f"no answer in {ENGINE_CLOSE_S:g} s")
+    pool.close()
+    return outcome
+
+
+async def _outcome(worker: Worker) -> Outcome:
+    received: list[int] = []
+    loop, task = asyncio.get_running_loop(), asyncio.current_task()
+    assert task is not None
+
+    def stop(number: int) -> None:
+        received.append(number)
+        if len(received) == 1:
+            task.cancel()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop, number)
+    try:
+        return Outcome(0, f"the learner ended the run: {await worker.run()}")
+    except Fatal as e:
+        return Outcome(2, str(e))
+    except Unreachable as e:
+        return Outcome(3, str(e))
+    except (EngineDead, TransportError) as e:
+        return Outcome(1, str(e))
+    except asyncio.CancelledError:
+        if not received:
+            raise
+        return Outcome(128 + received[0], f"stopped by {signal.Signals(received[0]).name}")
+    except Exception as e:
+        log.exception("the worker failed")
+        return Outcome(1, f"{type(e).__name__}: {e}")
+
+
+def _exit_at_the_latest_after(seconds: float, outcome: Outcome) -> None:
+    """Children carry a death signal, so leaving abruptly leaves none behind."""
+    timer = threading.Timer(seconds, os._exit, [outcome.code])
+    timer.daemon = True
+    timer.start()
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(prog="python -m async_rl.rollout", description="One rollout process of a run.")
+    parser.add_argument("run_dir", type=Path)
+    parser.add_argument("--name", default="rollout-0", help="stable over restarts, unique within the run")
+    arguments = parser.parse_args()
+    sys.exit(main(arguments.run_dir, arguments.name))
