@@ -59,6 +59,7 @@ class Scored(NamedTuple):
     cols_T: Tensor
     targets_T: Tensor
     slots_T: Tensor  # index into the batch's [R] arrays
+    sequence_T: Tensor  # index of the trajectory in the batch
 
 
 class BatchTensors(NamedTuple):
@@ -67,7 +68,6 @@ class BatchTensors(NamedTuple):
     logp_behav_R: Tensor
     advantages_R: Tensor
     lags_R: Tensor
-    sequence_R: Tensor  # int64, trajectory of each token
     num_tokens_N: Tensor  # int64, trainable tokens of each trajectory
 
 
@@ -150,7 +150,7 @@ class PolicyUpdate:
             eps_high=c.eps_high,
             dual_clip=c.dual_clip,
         )
-        scale_T = token_scales(c.aggregation, all_T, tensors.sequence_R[slots_T], tensors.num_tokens_N)
+        scale_T = token_scales(c.aggregation, all_T, scored.sequence_T, tensors.num_tokens_N)
         loss = contribution(token_loss.loss, scale_T, all_T, self.num_ranks, n)
         # Each rank counts 1/D of this mini-batch, so that sums over ranks and micro-batches give its loss.
         tally.add("loss", loss.item() / self.num_ranks, 0.0)
@@ -197,19 +197,14 @@ class PolicyUpdate:
         return parts
 
     def _tensors(self, batch: Batch) -> BatchTensors:
-        sequence_R = np.repeat(np.arange(batch.num_trajectories, dtype=np.int64), batch.response_lengths)
-        mask_R, sequence_R = torch.from_numpy(batch.mask), torch.from_numpy(sequence_R)
-        num_tokens_N = num_tokens_per_sequence(mask_R, sequence_R, batch.num_trajectories)
+        sequence_R = torch.from_numpy(np.repeat(np.arange(batch.num_trajectories), batch.response_lengths))
+        num_tokens_N = num_tokens_per_sequence(torch.from_numpy(batch.mask), sequence_R, batch.num_trajectories)
         host = (torch.from_numpy(batch.logp_behav), torch.from_numpy(batch.advantages), torch.from_numpy(batch.lags))
-        return BatchTensors(*(x.to(self.device) for x in (*host, sequence_R, num_tokens_N)))
+        return BatchTensors(*(x.to(self.device) for x in (*host, num_tokens_N)))
 
 
 def _scored(batch: Batch, indices: np.ndarray, device: torch.device) -> Scored:
-    if len(indices) == 0:
-        # A rank without tokens still runs every layer, forward and backward: a padding token, none of it scored.
-        none = torch.zeros(0, dtype=torch.int64, device=device)
-        return Scored(torch.zeros(1, 1, dtype=torch.int64, device=device), none, none, none, none)
     micro = microbatch(batch, indices)
     trainable = batch.mask[micro.slots_R]
-    flat = (x[trainable] for x in (micro.rows_R, micro.cols_R, micro.targets_R, micro.slots_R))
+    flat = (x[trainable] for x in (micro.rows_R, micro.cols_R, micro.targets_R, micro.slots_R, micro.sequence_R))
     return Scored(*(torch.from_numpy(x).to(device) for x in (micro.ids_BL, *flat)))
