@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
@@ -35,21 +35,21 @@ def sampled_by(group: Group, name: WeightName) -> bool:
 
 
 class Evaluation:
-    """`draws` held-out prompts, with replacement, to be answered by the weights `version` until `deadline_s`."""
+    """`draws` held-out prompts, with replacement, to be answered by the weights `name` until `deadline_s`."""
 
-    def __init__(self, prompts: Sequence[Prompt], draws: int, seed: int, version: WeightName, deadline_s: float) -> None:
+    def __init__(self, prompts: Sequence[Prompt], draws: int, seed: int, name: WeightName, deadline_s: float) -> None:
         if not 0 < draws < 1 << INDEX_BITS or not prompts:
             raise ValueError(
                 f"an evaluation of {draws} draws from {len(prompts)} prompts: both must be positive, draws < 2**20"
             )
-        self.version = version
+        self.name = name
         self.deadline_s = deadline_s
-        self.num_mixed = 0  # answered, but not by the pinned weights alone
-        self.num_unscored = 0  # answered, but without a usable reward
+        self.mixed = 0  # answered, but not by the pinned weights alone
+        self.unscored = 0  # answered, but without a usable reward
         picks = np.random.default_rng([seed, 1]).integers(len(prompts), size=draws)
         self._prompts = [prompts[i] for i in picks]
-        self._base = EVAL_BIT | _bits(version.incarnation, INCARNATION_BITS) << (VERSION_BITS + INDEX_BITS)
-        self._base |= _bits(version.version, VERSION_BITS) << INDEX_BITS
+        self._base = EVAL_BIT | _bits(name.incarnation, INCARNATION_BITS) << (VERSION_BITS + INDEX_BITS)
+        self._base |= _bits(name.version, VERSION_BITS) << INDEX_BITS
         self._todo = deque(range(draws))
         self._out: set[int] = set()
         self._rewards: dict[int, float] = {}
@@ -62,9 +62,9 @@ class Evaluation:
         self._out.add(index)
         return self._base | index, self._prompts[index]
 
-    def give_back(self, group_ids: Sequence[int]) -> int:
+    def give_back(self, group_ids: Iterable[int]) -> int:
         """These leases came to nothing (their rollout died): hand them out again. Returns how many were out."""
-        lost = [i for g in group_ids if (i := self._index(g)) in self._out]
+        lost = sorted({i for g in group_ids if (i := self._index(g)) in self._out})
         self._out.difference_update(lost)
         self._todo.extendleft(reversed(lost))
         return len(lost)
@@ -76,9 +76,9 @@ class Evaluation:
             return False
         self._out.discard(index)
         if not version_ok:
-            self.num_mixed += 1
+            self.mixed += 1
         elif not math.isfinite(reward):
-            self.num_unscored += 1
+            self.unscored += 1
         else:
             self._rewards[index] = float(reward)
         return True
@@ -94,7 +94,8 @@ class Evaluation:
         return not self._todo and not self._out
 
     @property
-    def num_counted(self) -> int:
+    def num_delivered(self) -> int:
+        """Answers that count."""
         return len(self._rewards)
 
     @property
@@ -110,13 +111,13 @@ class Evaluation:
     def row(self) -> dict[str, float | int]:
         """The result as a metrics row; it names the weights it is of."""
         return {
-            "eval/version": self.version.version,
-            "eval/incarnation": self.version.incarnation,
+            "eval/version": self.name.version,
+            "eval/incarnation": self.name.incarnation,
             "eval/accuracy": self.accuracy,
-            "eval/num": self.num_counted,
+            "eval/num": self.num_delivered,
             "eval/missing": self.missing,
-            "eval/mixed": self.num_mixed,
-            "eval/unscored": self.num_unscored,
+            "eval/mixed": self.mixed,
+            "eval/unscored": self.unscored,
         }
 
     def _index(self, group_id: int) -> int:

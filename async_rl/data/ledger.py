@@ -192,10 +192,10 @@ class Ledger:
             self._close(record, reason)
         return leased
 
-    def refill_exhausted(self, version: int) -> bool:
-        """Whether as many groups were filtered since the last batch as one step may replace: stop filtering until the
-        next `take`, and train on what there is."""
-        return self._num_filtered >= self.rules.max_refill * self.rules.groups_per_step(version)
+    def may_filter(self) -> bool:
+        """False once as many groups were filtered since the last batch as one step may replace (max_refill * G): stop
+        filtering until the next `take`, and train on what there is."""
+        return self._num_filtered < self.rules.max_refill * self.rules.groups_per_step(self.version)
 
     def expire(self, now: float) -> list[Record]:
         """End the attempts past their deadline; their groups wait again, or fail. Returns the leases as they were, for
