@@ -19,6 +19,7 @@ from async_rl.transport.base import TransportError
 from async_rl.transport.codec import CONTROL_MAX_BYTES, Frame
 
 CONTROL_QUEUE = 8192  # messages per peer; a rollout of 4096 slots can be granted all its leases at once
+OUTBOX_QUEUE = 64  # control messages of one rollout, waiting for a learner to connect
 DATA_QUEUE = 16  # groups per rollout at either end
 
 
@@ -42,8 +43,13 @@ def make_socket(context: zmq.Context, kind: int, heartbeat_timeout_s: float, max
         made.setsockopt(zmq.HEARTBEAT_TIMEOUT, max(1, int(heartbeat_timeout_s * 1000)))
     if kind == zmq.ROUTER:
         made.setsockopt(zmq.ROUTER_MANDATORY, 1)  # a message to a peer that is gone is an error, not a silent loss
+    if kind == zmq.DEALER:
+        made.setsockopt(zmq.SNDHWM, OUTBOX_QUEUE)
+    if kind == zmq.PUSH:
+        # Queue only for a learner that answered. Not so for control: with IMMEDIATE a connection that ends takes what it had
+        # already delivered with it, unread, and the End of a learner that then exits is the one message that must be heard.
+        made.setsockopt(zmq.IMMEDIATE, 1)
     if kind in (zmq.DEALER, zmq.PUSH):
-        made.setsockopt(zmq.IMMEDIATE, 1)  # queue only for a learner that answered, so nothing stale reaches the next one
         made.setsockopt(zmq.RECONNECT_IVL, 100)
         made.setsockopt(zmq.RECONNECT_IVL_MAX, 2000)
     return made

@@ -221,7 +221,8 @@ class ZmqLink:
                 await asyncio.sleep(0)
 
     async def send(self, message: Message) -> None:
-        """See `base.Link`. Nothing is queued for a learner that is not connected."""
+        """See `base.Link`. A few dozen messages are queued for a learner that is not connected yet; an answer is the only
+        proof that one arrived."""
         content = encode(message)
         if len(content) > CONTROL_MAX_BYTES:
             raise TransportError(f"a {type(message).__name__} of {len(content)} bytes is over the limit of {CONTROL_MAX_BYTES}")

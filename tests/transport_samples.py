@@ -1,0 +1,48 @@
+"""Groups for the transport's tests, and what it means that two are the same."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from async_rl.transport.codec import ARRAYS
+from async_rl.types import Attempt, Group, Trajectory
+
+
+def make_trajectory(num_tokens: int, seed: int = 0, reward: float = 1.0, error: str = "") -> Trajectory:
+    rng = np.random.default_rng(seed)
+    return Trajectory(
+        token_ids=rng.integers(0, 50_000, num_tokens).astype(np.int32),
+        logprobs=-rng.random(num_tokens).astype(np.float32),
+        incarnations=np.full(num_tokens, 1, np.int32),
+        versions=rng.integers(0, 9, num_tokens).astype(np.int32),
+        mask=rng.random(num_tokens) < 0.9,
+        finish_reason="stop",
+        reward=reward,
+        error=error,
+    )
+
+
+def make_group(group_id: int = 7, lengths: tuple[int, ...] = (3, 0, 5), prompt_tokens: int = 4) -> Group:
+    return Group(
+        group_id=group_id,
+        attempt=Attempt(2, 1),
+        split="train",
+        rollout_id="rollout-0#1",
+        prompt_ids=np.arange(prompt_tokens, dtype=np.int32),
+        trajectories=tuple(make_trajectory(n, seed=group_id * 1000 + i) for i, n in enumerate(lengths)),
+    )
+
+
+def assert_same_group(got: Group, sent: Group) -> None:
+    """Equal bit for bit, NaN included, and of the types that types.py promises."""
+    for name in ("group_id", "attempt", "split", "rollout_id"):
+        assert getattr(got, name) == getattr(sent, name)
+    assert len(got.trajectories) == len(sent.trajectories)
+    pairs = [(got.prompt_ids, sent.prompt_ids)]
+    for a, b in zip(got.trajectories, sent.trajectories, strict=True):
+        assert (a.finish_reason, a.error) == (b.finish_reason, b.error)
+        np.testing.assert_equal(a.reward, b.reward)
+        pairs += [(getattr(a, name), getattr(b, name)) for name, _ in ARRAYS[1:]]
+    for a, b in pairs:
+        assert a.dtype == b.dtype
+        assert a.tobytes() == b.tobytes()
