@@ -12,7 +12,7 @@ import os
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import numpy as np
 
@@ -63,11 +63,12 @@ class TensorBoardSink:
     """
 
     def __init__(self, folder: Path) -> None:
-        from tensorboard.compat.proto import event_pb2, summary_pb2  # the native writer: it needs neither torch nor tensorflow
+        from tensorboard.compat.proto import event_pb2, summary_pb2  # the native writer needs neither torch nor tensorflow
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
+        events, summaries = cast(Any, event_pb2), cast(Any, summary_pb2)  # generated classes, unknown to type checkers
         folder.mkdir(parents=True, exist_ok=True)
-        self._event, self._summary, self._session = event_pb2.Event, summary_pb2.Summary, event_pb2.SessionLog
+        self._event, self._summary, self._session = events.Event, summaries.Summary, events.SessionLog
         self._continues = any(folder.iterdir())
         self._writer = EventFileWriter(str(folder))
 
