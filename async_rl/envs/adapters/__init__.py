@@ -1,0 +1,1 @@
+"""Readers of task sources; each turns its source into `Item`s."""

@@ -1,0 +1,69 @@
+"""Items out of the reasoning-gym generators.
+
+Owns: the mapping of `data.dataset` and `data.options` to that library, and its traps. The library (two seconds of
+imports) is imported inside functions.
+Invariant: two seeds draw from ranges of generator seeds that do not overlap.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from typing import Any
+
+from async_rl.config import DataConfig
+from async_rl.envs.base import Item, TaskError
+
+SEED_STRIDE = 10_000_019
+"""Item i of a dataset is drawn from Random(seed + i), so neighboring seeds share nearly all their items."""
+
+OURS = {"seed": "the top-level seed", "size": "data.num_items"}
+
+
+def load_items(data: DataConfig, seed: int) -> list[Item]:
+    """`data.num_items` items in the generator's order, repeats included; raises TaskError for an unknown dataset or option."""
+    dataset = _dataset(data, (seed * SEED_STRIDE) % 2**31)
+    items: list[Item] = []
+    try:
+        for index in range(data.num_items):
+            raw = dataset[index]
+            answer = raw.get("answer")
+            items.append(Item(question=str(raw["question"]), answer="" if answer is None else str(answer)))
+    except Exception as e:  # any of a hundred generators, any error
+        raise TaskError(
+            f"reasoning-gym's '{data.dataset}' failed on item {len(items)} with data.options={data.options}: "
+            f"{type(e).__name__}: {e}; change the options"
+        ) from e
+    return items
+
+
+def _dataset(data: DataConfig, seed: int) -> Any:
+    from reasoning_gym import create_dataset
+    from reasoning_gym.factory import DATASETS
+
+    if data.dataset not in DATASETS:
+        near = difflib.get_close_matches(data.dataset, DATASETS, n=3, cutoff=0.4)
+        hint = f"did you mean {' or '.join(near)}?" if near else "see reasoning-gym's list of datasets"
+        raise TaskError(f"data.dataset is '{data.dataset}', which reasoning-gym does not have: {hint}")
+    known = [f.name for f in dataclasses.fields(DATASETS[data.dataset][1]) if f.name not in OURS]
+    for key in data.options:
+        if key in OURS:
+            raise TaskError(f"data.options.{key} is set by the system: use {OURS[key]} instead")
+        if key not in known:
+            near = difflib.get_close_matches(key, known, n=1) or known
+            raise TaskError(f"data.options.{key} is no option of '{data.dataset}': did you mean {' or '.join(near)}?")
+    _check_division(data)
+    try:
+        return create_dataset(data.dataset, seed=seed, size=data.num_items, **data.options)
+    except (AssertionError, TypeError, ValueError) as e:
+        raise TaskError(f"data.options={data.options} is refused by reasoning-gym's '{data.dataset}': {e}") from e
+
+
+def _check_division(data: DataConfig) -> None:
+    """Without parentheses this generator divides by another number than the one it prints: '5 / 9' has the answer 10."""
+    options = data.options
+    if data.dataset == "basic_arithmetic" and options.get("allow_parentheses") is False and "/" in options.get("operators", "/"):
+        raise TaskError(
+            "data.options.operators of 'basic_arithmetic' holds '/' with allow_parentheses=false, where the library's answers "
+            "do not fit its questions: leave '/' out, for example operators: ['+', '-']"
+        )

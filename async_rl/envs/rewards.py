@@ -1,0 +1,189 @@
+"""Rewards, and the processes that compute them.
+
+Owns: loading a reward by name, the pool, what counts as a score, two built-in rewards. Imports types only.
+Invariant: no reward function, whatever it does (raise, hang, exit, return junk), stops a rollout or its event loop; it
+costs one answer, whose reward is NaN with a reason. Workers are spawned, never forked: sockets and threads exist by
+then (BR-101).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import inspect
+import math
+import multiprocessing
+import numbers
+import os
+import re
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import CancelledError
+from typing import Any
+
+from pebble import ProcessExpired, ProcessPool
+
+from async_rl.types import Prompt
+
+START_TIMEOUT_S = 60.0
+GRACE_S = 30.0
+ORPHAN_CHECK_S = 1.0
+SCORE_KEYS = ("score", "reward")
+
+
+class RewardError(Exception):
+    """The reward function cannot be used; one sentence."""
+
+
+def exact_last_field(prompt: str, answer: str, *, target: str, **_: Any) -> float:
+    """1.0 when the last space-separated field of the stripped answer is exactly the target, else 0.0."""
+    return float(answer.strip().split(" ")[-1] == target)
+
+
+def first_integer(prompt: str, answer: str, *, target: str, **_: Any) -> float:
+    """1.0 when the first integer in the answer is the target, else 0.0."""
+    found = re.search(r"-?\d+", answer)
+    return float(found is not None and found.group() == target)
+
+
+class RewardPool:
+    """`num_workers` processes that score answers, each within `timeout_s`; one that overstays is replaced."""
+
+    def __init__(self, reward: str, num_workers: int, timeout_s: float) -> None:
+        """Start the workers and load `reward` ("package.module:function") in one of them.
+
+        Blocks for the start of an interpreter, at most START_TIMEOUT_S. Raises RewardError when the function cannot be loaded.
+        """
+        self._reward = reward
+        self._num_workers = num_workers
+        self._timeout_s = timeout_s
+        self._pending = 0
+        self._pool = self._new_pool()
+        problem = self._probe()
+        if problem:
+            self.close()
+            raise RewardError(f"data.reward is '{reward}', which cannot be used: {problem}")
+
+    async def score(self, prompt: Prompt, answer: str) -> tuple[float, str]:
+        """(reward, ""), or (NaN, reason) when the function fails or overstays. Never raises, but for cancellation."""
+        self._pending += 1
+        # a guard against a lost reply; the pool itself times the call, from when a worker takes it
+        deadline_s = GRACE_S + self._timeout_s * (1 + math.ceil(self._pending / self._num_workers))
+        try:
+            future = self._schedule(prompt.text, answer, prompt.fields)
+            async with asyncio.timeout(deadline_s):
+                return await asyncio.wrap_future(future)
+        except TimeoutError:
+            return math.nan, f"reward {self._reward} took longer than {self._timeout_s:g} s"
+        except ProcessExpired as e:
+            return math.nan, f"reward {self._reward} ended its process with code {e.exitcode}"
+        except asyncio.CancelledError:
+            raise
+        except Exception as e:  # a broken pool, an argument that cannot be sent
+            return math.nan, f"reward {self._reward} was not scored: {type(e).__name__}: {_one_line(e)}"
+        finally:
+            self._pending -= 1
+
+    def close(self) -> None:
+        """End the workers, whatever they do; returns within a few seconds."""
+        self._pool.stop()
+        self._pool.join()
+
+    def _schedule(self, text: str, answer: str, fields: dict[str, Any]) -> Any:
+        args = (self._reward, text, answer, fields)
+        if not self._pool.active:  # an idle worker was killed from outside: pebble then gives up the whole pool
+            threading.Thread(target=_discard, args=(self._pool,), daemon=True).start()
+            self._pool = self._new_pool()
+        return self._pool.schedule(_score_in_worker, args=args, timeout=self._timeout_s)
+
+    def _new_pool(self) -> ProcessPool:
+        context = multiprocessing.get_context("spawn")
+        return ProcessPool(self._num_workers, initializer=_start_worker, initargs=(os.getpid(),), context=context)
+
+    def _probe(self) -> str:
+        try:
+            return self._pool.schedule(_load_in_worker, args=(self._reward,), timeout=START_TIMEOUT_S).result(START_TIMEOUT_S)
+        except TimeoutError:
+            return f"loading it took longer than {START_TIMEOUT_S:g} s"
+        except (ProcessExpired, CancelledError, RuntimeError) as e:
+            return f"loading it ended the process: {_one_line(e)}"
+
+
+def as_score(value: Any) -> tuple[float, str]:
+    """(finite float, "") from whatever a reward returned, or (NaN, reason).
+
+    Accepted: int, float, bool, their numpy kinds, anything with one element and `.item()`, {"score": x}, {"reward": x} (BR-087).
+    """
+    if isinstance(value, dict):
+        found = [key for key in SCORE_KEYS if key in value]
+        if not found:
+            return math.nan, f"returned a dict without 'score' or 'reward': keys {sorted(map(str, value))[:5]}"
+        value = value[found[0]]
+    given = value
+    if getattr(value, "shape", None) == () and hasattr(value, "item"):
+        value = value.item()
+    if not isinstance(value, numbers.Real):
+        return math.nan, f"returned a {type(given).__name__}, not one number"
+    score = float(value)
+    return (score, "") if math.isfinite(score) else (math.nan, f"returned {score}")
+
+
+_loaded: dict[str, Callable[..., Any]] = {}
+
+
+def _load(reward: str) -> Callable[..., Any]:
+    if reward not in _loaded:
+        module, _, name = reward.partition(":")
+        if not name:
+            raise ValueError("write it as package.module:function")
+        function = importlib.import_module(module)
+        for part in name.split("."):
+            function = getattr(function, part)
+        if not callable(function):
+            raise TypeError(f"{name} is a {type(function).__name__}, not a function")
+        _loaded[reward] = function
+    return _loaded[reward]
+
+
+def _load_in_worker(reward: str) -> str:
+    try:
+        _load(reward)
+    except Exception as e:  # a user's module may raise anything on import
+        return f"{type(e).__name__}: {_one_line(e)}"
+    return ""
+
+
+def _score_in_worker(reward: str, text: str, answer: str, fields: dict[str, Any]) -> tuple[float, str]:
+    try:
+        value = _load(reward)(text, answer, **fields)
+        if inspect.isawaitable(value):
+            value = asyncio.run(_wait(value))
+        score, problem = as_score(value)
+    except Exception as e:  # the user's code
+        return math.nan, f"reward {reward} raised {type(e).__name__}: {_one_line(e)}"
+    return score, f"reward {reward} {problem}" if problem else ""
+
+
+async def _wait(value: Any) -> Any:
+    return await value
+
+
+def _start_worker(parent: int) -> None:
+    """A scorer that hangs would outlive a rollout that was killed; this thread ends it."""
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(ORPHAN_CHECK_S)
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+def _discard(pool: ProcessPool) -> None:
+    pool.stop()
+    pool.join()
+
+
+def _one_line(error: BaseException) -> str:
+    return " ".join(str(error).split())[:200]
