@@ -173,10 +173,10 @@ class MemoryLink:
             remaining_s = deadline - time.monotonic()
             if remaining_s <= 0:
                 return False
-            try:
-                await asyncio.wait_for(self._changed.wait(), min(remaining_s, 3600))
-            except TimeoutError:
-                continue
+            # not wait_for: in Python 3.11 it loses a cancellation that meets a change
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(min(remaining_s, 3600)):
+                    await self._changed.wait()
 
     def _say(self, content: bytes) -> bool:
         hub = self._hub
