@@ -15,7 +15,7 @@ from async_rl.algorithms.advantages import ADVANTAGES, comparable, grpo
 from async_rl.algorithms.corrections import CORRECTIONS
 from async_rl.algorithms.losses import LOSSES, decoupled_ppo
 from async_rl.algorithms.schedules import lr_at
-from async_rl.types import Trajectory
+from async_rl.types import FinishReason, Trajectory
 
 BOUNDS = {"eps_low": 0.2, "eps_high": 0.28, "dual_clip": 3.0}
 
@@ -56,6 +56,7 @@ def test_on_policy_the_gradient_is_minus_the_advantage_whatever_the_loss(name):
         logp.grad = None
         got = LOSSES[name](logp, prox, correction(prox, prox, mask, 2.0), adv, mask, **BOUNDS)
         got.loss.sum().backward()
+        assert logp.grad is not None
         assert logp.grad.tolist() == (-adv).tolist()
         assert not (got.clipped_high | got.clipped_low | got.dual_clipped).any()
     stats = diagnostics.mismatch(prox, prox, mask)
@@ -72,11 +73,17 @@ def test_garbage_at_masked_positions_changes_no_bit_of_loss_gradient_or_diagnost
     for a, b in zip(step(*dirty, mode=mode), step(*clean, mode=mode), strict=True):
         assert a.isfinite().all()
         assert torch.equal(a, b)
-    for x, y in ((dirty, clean), (clean, dirty)):
-        for stats_of in (diagnostics.mismatch,):
-            left, right = stats_of(x[0], x[2], mask), stats_of(y[0], y[2], mask)
-            assert {k: float(v[0]) for k, v in left.means.items()} == {k: float(v[0]) for k, v in right.means.items()}
-            assert {k: float(v) for k, v in left.maxima.items()} == {k: float(v) for k, v in right.maxima.items()}
+    figures = []
+    for x in (dirty, clean):
+        weight = CORRECTIONS["token_truncate"](x[1], x[2], mask, 2.0)
+        loss = decoupled_ppo(x[0], x[1], weight, x[3], mask, **BOUNDS)
+        for stats in (
+            diagnostics.mismatch(x[0], x[2], mask),
+            diagnostics.correction(x[1], x[2], weight, mask),
+            diagnostics.clipping(loss, x[0], x[1], mask),
+        ):
+            figures.append({k: float(v[0]) for k, v in stats.means.items()} | {k: float(v) for k, v in stats.maxima.items()})
+    assert figures[:3] == figures[3:]
 
 
 def test_nan_at_a_trainable_token_reaches_the_loss_so_the_finite_guard_sees_it():
@@ -127,6 +134,11 @@ def test_a_zero_denominator_is_refused_not_divided_by():
         aggregation.contribution(f64(1.0), f64(1.0), everything(1), 1, 0)
 
 
+def test_a_loss_that_is_nan_under_the_mask_adds_nothing():
+    part = aggregation.contribution(f64(2.0, math.nan), f64(1.0, math.inf), torch.tensor([True, False]), 2, 4)
+    assert float(part) == 1.0
+
+
 def test_an_empty_micro_batch_contributes_zero_and_still_has_a_gradient():
     none, mask = torch.zeros(0, dtype=torch.float64), torch.zeros(0, dtype=torch.bool)
     logp = none.clone().requires_grad_()
@@ -163,7 +175,9 @@ def test_reduced_precision_inputs_are_computed_in_fp32_and_huge_ratios_stay_fini
     logp = torch.tensor([-1000.0, 0.0], dtype=dtype, requires_grad=True)
     prox, mask = torch.tensor([0.0, -1000.0], dtype=dtype), everything(2)
     weight = CORRECTIONS["token_truncate"](prox, prox, mask, 2.0)
-    loss = decoupled_ppo(logp, prox, weight, torch.tensor([1.0, -1.0]), mask, eps_low=0.2, eps_high=0.2, dual_clip=None).loss
+    loss = decoupled_ppo(
+        logp, prox, weight, torch.tensor([1.0, -1.0], dtype=dtype), mask, eps_low=0.2, eps_high=0.2, dual_clip=None
+    ).loss
     assert loss.dtype == torch.float32
     assert loss.isfinite().all()
 
@@ -220,7 +234,7 @@ def test_differences_below_the_resolution_of_a_reward_are_no_signal():
     assert not grpo(f64(1, 1 + 1e-7), torch.zeros(2, dtype=torch.int64), everything(2)).any()
 
 
-def trajectory(num_tokens=3, reward=1.0, finish="stop", error="", mask=None, logprobs=None) -> Trajectory:
+def trajectory(num_tokens=3, reward=1.0, finish: FinishReason = "stop", error="", mask=None, logprobs=None) -> Trajectory:
     ids = np.zeros(num_tokens, np.int32)
     return Trajectory(
         token_ids=ids,

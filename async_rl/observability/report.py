@@ -94,8 +94,9 @@ def _draw(rows: list[dict[str, Any]], path: Path) -> str:
         from matplotlib.figure import Figure
     except ImportError as e:
         return f"matplotlib cannot be imported ({e}): install the extra [report]"
-    figure = Figure(figsize=(11, 7), dpi=90, layout="constrained")
+    figure = Figure(figsize=(11, 7), dpi=90)
     FigureCanvasAgg(figure)
+    figure.subplots_adjust(left=0.06, right=0.98, bottom=0.07, top=0.95, hspace=0.28, wspace=0.14)
     learning, lag, speed, waits = figure.subplots(2, 2).flat
     _line(learning, steps, "reward/mean", "reward, mean of the batch")
     _line(learning, [row for row in rows if "eval/accuracy" in row], "eval/accuracy", "held-out accuracy, greedy", "o-")
