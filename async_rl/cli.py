@@ -1,0 +1,155 @@
+"""The command `async-rl`. The one module that imports ours inside functions, so that --help answers at once.
+
+Invariant: a user's mistake is one sentence on stderr and exit code 2, never a traceback.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from pathlib import Path
+
+EXIT_CODES = """\
+exit codes: 0 done; 2 a mistake in the configuration or the command; 3 no rollout is left, or a rollout cannot reach the
+learner; 4 training failed; 5 the books do not balance; 128 + n stopped by signal n (130 is Ctrl-C)"""
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run one command; returns its exit code."""
+    arguments = _parser().parse_args(argv)
+    try:
+        return arguments.command(arguments)
+    except KeyboardInterrupt:
+        return 130
+    except Exception as e:
+        if not _is_users_mistake(e):
+            raise
+        print(f"async-rl: {e}", file=sys.stderr)
+        return 2
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="async-rl",
+        description="Asynchronous reinforcement learning of language models: rollouts and a learner that never stop.",
+        epilog=EXIT_CODES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    for name, command, text in (
+        ("train", _train, "learner and rollouts on this host, to the end; the last line printed is JSON"),
+        ("check", _check, "say what would run, or what is wrong; loads no model"),
+    ):
+        sub = _add(commands, name, command, text)
+        sub.add_argument("config", metavar="CONFIG", help="YAML file, for example configs/quickstart.yaml")
+        sub.add_argument("overrides", metavar="key=value", nargs="*", help="for example num_steps=10 rollout.count=2")
+
+    sub = _add(commands, "learner", _learner, "the learner of a run folder (under torchrun: one rank of it)")
+    sub.add_argument("run_dir", metavar="RUN_DIR", help="folder with config.yaml and run.json")
+
+    sub = _add(commands, "rollout", _rollout, "one more rollout for the run of this folder")
+    sub.add_argument("run_dir", metavar="RUN_DIR", help="folder with config.yaml and learner.json")
+    sub.add_argument("--name", required=True, metavar="NAME", help="its own within the run, for example rollout-7")
+
+    sub = _add(commands, "model", _model, "make a model on the spot")
+    sub.add_argument("recipe", choices=("tiny", "smollm2"), help="a small policy that adds numbers; SmolLM2-135M-Instruct")
+    sub.add_argument("--out", required=True, type=Path, metavar="DIR", help="folder to write; must not exist")
+    sub.add_argument("--seed", type=int, default=0, metavar="N", help="of the tiny recipe")
+
+    sub = _add(commands, "report", _report, "write the report of a run again from its metrics")
+    sub.add_argument("run_dir", metavar="RUN_DIR", type=Path)
+    return parser
+
+
+def _add(commands, name: str, command, text: str) -> argparse.ArgumentParser:
+    sub = commands.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")
+    sub.set_defaults(command=command)
+    return sub
+
+
+def _is_users_mistake(error: Exception) -> bool:
+    from async_rl.config import ConfigError
+
+    return isinstance(error, ConfigError)
+
+
+def _train(arguments: argparse.Namespace) -> int:
+    from async_rl.launcher.train import train
+
+    return train(arguments.config, arguments.overrides)
+
+
+def _check(arguments: argparse.Namespace) -> int:
+    from async_rl.launcher.preflight import summary
+    from async_rl.launcher.prepare import prepare
+
+    prepared = prepare(arguments.config, arguments.overrides)
+    print(f"{arguments.config} is fine; `train` would run")
+    print(summary(prepared.config, prepared.plan, prepared.run_dir))
+    return 0
+
+
+def _learner(arguments: argparse.Namespace) -> int:
+    run_dir = _run_dir(arguments.run_dir)
+    if "RANK" in os.environ:
+        from async_rl.learner.__main__ import main as learner_main
+
+        return learner_main(str(run_dir))
+    from async_rl.config import load_config
+    from async_rl.launcher.plan import learner_argv
+
+    _become(learner_argv(load_config(run_dir / "config.yaml").learner.ranks, run_dir))
+    return 0
+
+
+def _rollout(arguments: argparse.Namespace) -> int:
+    from async_rl.launcher.plan import rollout_argv
+
+    _become(rollout_argv(_run_dir(arguments.run_dir), arguments.name))
+    return 0
+
+
+def _become(argv: tuple[str, ...]) -> None:
+    """Replace this process by the one that `train` would start."""
+    sys.stdout.flush()
+    os.execv(argv[0], argv)
+
+
+def _model(arguments: argparse.Namespace) -> int:
+    from async_rl.config import ConfigError
+
+    if arguments.out.exists():
+        raise ConfigError(f"--out is {arguments.out}, which exists: name a new folder, or remove that one first")
+    if arguments.recipe == "tiny":
+        from async_rl.recipes.tiny import make_tiny
+
+        made = make_tiny(arguments.out, arguments.seed)
+    else:
+        from async_rl.recipes.smollm2 import make_smollm2
+
+        made = make_smollm2(arguments.out)
+    print(json.dumps(made))
+    return 0
+
+
+def _report(arguments: argparse.Namespace) -> int:
+    from async_rl.config import ConfigError
+    from async_rl.observability.report import write_report
+
+    if not (arguments.run_dir / "metrics.jsonl").is_file():
+        raise ConfigError(f"{arguments.run_dir} holds no metrics.jsonl: give the folder of a run")
+    print(write_report(arguments.run_dir))
+    return 0
+
+
+def _run_dir(text: str) -> Path:
+    from async_rl.config import ConfigError
+
+    run_dir = Path(text)
+    for name in ("config.yaml", "run.json"):
+        if not (run_dir / name).is_file():
+            raise ConfigError(f"{run_dir} holds no {name}: give the folder of a run, as `async-rl train` makes it")
+    return run_dir.absolute()

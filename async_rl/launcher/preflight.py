@@ -1,0 +1,167 @@
+"""What can be known about a run before anything starts: paths, ports, devices, the reward and the data set's name.
+
+Imports config and launcher.plan only; loads neither model nor engine. Every complaint is a ConfigError, one sentence.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib.util
+import os
+import re
+import socket
+import tempfile
+from pathlib import Path
+
+from async_rl.config import Config, ConfigError
+from async_rl.launcher.plan import Machine, Plan
+
+HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
+NUM_PORTS = 2  # control, data
+
+
+def find_machine() -> Machine:
+    """This host as the plan sees it; counts GPUs without CUDA."""
+    cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
+    return Machine(tuple(cores), _find_gpus(), os.environ)
+
+
+def _find_gpus() -> tuple[str, ...]:
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        return tuple(name.strip() for name in visible.split(",") if name.strip() not in ("", "-1"))
+    devices = [p.name for p in Path("/dev").glob("nvidia[0-9]*")]
+    return tuple(str(i) for i in range(len(devices)))
+
+
+def inspect(config: Config, plan: Plan, machine: Machine, run_dir: Path) -> None:
+    """Raises ConfigError for the first thing that would keep this run from starting."""
+    check_model(config)
+    check_reward(config.data.reward)
+    check_dataset(config.data.dataset)
+    check_devices(config, plan, machine)
+    check_ports(config)
+    check_run_dir(run_dir)
+
+
+def check_model(config: Config) -> None:
+    path = Path(config.model.path)
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise ConfigError(f"model.path is {path}, a folder without config.json: give a Hugging Face model folder")
+    elif path.exists():
+        raise ConfigError(f"model.path is {path}, which is no folder: give a Hugging Face model folder")
+    elif config.model.make is None and not _is_hub_name(config.model.path):
+        raise ConfigError(
+            f"model.path is {path}, which does not exist: give a Hugging Face folder or a hub name, "
+            "or set model.make to a recipe (tiny, smollm2)"
+        )
+
+
+def _is_hub_name(text: str) -> bool:
+    """Whether a name that is no path here may be a model on the hub: at most one slash, after something that is no folder."""
+    parent = text.split("/")[0]
+    if parent in (".", "..", "models"):  # "models" is reserved on the hub, and where the recipes put theirs
+        return False
+    return bool(HUB_NAME.fullmatch(text)) and not ("/" in text and Path(parent).exists())
+
+
+def check_reward(reward: str) -> None:
+    module, colon, function = reward.partition(":")
+    if not colon or not module or not function.isidentifier():
+        raise ConfigError(f"data.reward is '{reward}': write package.module:function")
+    try:
+        spec = importlib.util.find_spec(module)
+    except (ImportError, ValueError):
+        spec = None
+    if spec is None:
+        raise ConfigError(f"data.reward is '{reward}', but Python finds no module {module}: install it or set PYTHONPATH")
+    source = Path(spec.origin) if spec.origin and spec.origin.endswith(".py") else None
+    if source and not re.search(rf"\b{function}\b", source.read_text(errors="replace")):
+        raise ConfigError(
+            f"data.reward is '{reward}', but {module} holds no {function}: see async_rl/envs/rewards.py for those built in"
+        )
+
+
+def check_dataset(name: str) -> None:
+    """By the names written in reasoning-gym's source: importing it takes seconds."""
+    spec = importlib.util.find_spec("reasoning_gym")
+    if spec is None or not spec.submodule_search_locations:
+        return  # absent here: the learner's own machine will say
+    named = re.compile(r"""(?:DATASET_NAME\s*=\s*|register_dataset\(\s*)["'](\w+)["']""")
+    folder = Path(spec.submodule_search_locations[0])
+    known = {match for file in folder.rglob("*.py") for match in named.findall(file.read_text(errors="replace"))}
+    if known and name not in known:
+        raise ConfigError(f"data.dataset is '{name}', which reasoning-gym does not have: {_nearest(name, known)}")
+
+
+def _nearest(name: str, known: set[str]) -> str:
+    near = difflib.get_close_matches(name, sorted(known), n=1)
+    return f"did you mean '{near[0]}'?" if near else "its gallery lists the names, for example basic_arithmetic"
+
+
+def check_devices(config: Config, plan: Plan, machine: Machine) -> None:
+    num_gpus, ranks = len(machine.gpus), config.learner.ranks
+    if config.learner.device == "cuda" and not num_gpus:
+        raise ConfigError(
+            "learner.device is cuda, but no GPU is visible: use learner.device=cpu, or check CUDA_VISIBLE_DEVICES"
+        )
+    if num_gpus and config.learner.device != "cpu" and ranks > num_gpus:
+        raise ConfigError(f"learner.ranks is {ranks}, but only {num_gpus} GPUs are visible: lower it to {num_gpus}")
+    if config.weights.backend == "nccl" and (not plan.learner.gpus or plan.shares_gpu):
+        raise ConfigError(
+            f"weights.backend is nccl, which needs a GPU for each of {ranks} ranks and {config.rollout.count} rollouts, "
+            f"but {num_gpus} are visible: use weights.backend=gloo"
+        )
+
+
+def check_ports(config: Config) -> None:
+    host, first = config.transport.host, config.transport.port
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0]
+    except OSError as e:
+        raise ConfigError(f"transport.host is {host}, which does not resolve ({e.strerror}): use 127.0.0.1") from None
+    for port in range(first, first + NUM_PORTS) if first else (0,):
+        with socket.socket(family) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind((address[0], port))
+            except (OSError, OverflowError) as e:
+                reason = getattr(e, "strerror", None) or str(e)
+                raise ConfigError(
+                    f"transport.port is {first}, but {host}:{port} cannot be bound ({reason}): choose another, or 0 for any"
+                ) from None
+
+
+def check_run_dir(run_dir: Path) -> None:
+    """It, or the nearest folder above it that exists, must be a folder that can be written; nothing is created."""
+    nearest = next(p for p in (run_dir, *run_dir.parents) if p.exists())
+    if not nearest.is_dir():
+        raise ConfigError(f"run_dir is {run_dir}, but {nearest} is no folder: choose another")
+    try:
+        tempfile.TemporaryFile(dir=nearest).close()
+    except OSError as e:
+        raise ConfigError(f"run_dir is {run_dir}, but {nearest} cannot be written ({e.strerror}): choose another") from None
+
+
+def summary(config: Config, plan: Plan, run_dir: Path) -> str:
+    """What would run, for a person."""
+    c, recipe = config, config.model.make
+    made = f" (made by the recipe '{recipe}' first)" if recipe and not Path(c.model.path).exists() else ""
+    learner = f"{c.learner.ranks} rank{'s' * (c.learner.ranks > 1)} on {_where(plan.learner.gpus, plan.learner.cores)}"
+    rollouts = [f"{r.name}: {c.rollout.engine} on {_where(r.gpus, r.cores)}" for r in plan.rollouts]
+    rows = [
+        ("model", f"{c.model.path}{made}"),
+        ("data", f"{c.data.dataset}, scored by {c.data.reward}"),
+        ("learner", f"{learner}, {c.algorithm.advantage} + {c.algorithm.loss}, lr {c.learner.lr:g}"),
+        *(("rollout", text) for text in rollouts),
+        ("batch", f"{c.groups_per_step} prompts x {c.group_size} answers, {c.num_steps} steps"),
+        ("staleness", f"at most {c.max_staleness} versions, on_stale={c.on_stale}, in-flight updates: {c.weights.in_flight}"),
+        ("run_dir", str(run_dir)),
+    ]
+    return "\n".join(f"  {name:<10} {text}" for name, text in rows)
+
+
+def _where(gpus: tuple[str, ...], cores: frozenset[int] | None) -> str:
+    place = f"GPU {','.join(gpus)}" if gpus else "CPU"
+    return f"{place}, core{'s' * (len(cores) > 1)} {','.join(map(str, sorted(cores)))}" if cores else place

@@ -1,0 +1,107 @@
+"""From a config file to a run folder that every process can read, and to the model it names.
+
+Imports config and launcher. Invariant: what `config.yaml` in the run folder says is what every process of the run reads;
+paths in it are absolute, so it holds from any working directory. One launcher at a time owns a run folder.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import secrets
+import shutil
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+import yaml
+
+from async_rl.config import Config, ConfigError, load_config, parse_config
+from async_rl.launcher import preflight
+from async_rl.launcher.plan import Machine, Plan, ProcessSpec, log_path, make_plan
+
+
+@dataclass
+class Prepared:
+    """A checked run: its configuration as all processes will read it, its folder, and who runs."""
+
+    config: Config
+    run_dir: Path
+    plan: Plan
+    machine: Machine
+
+
+def prepare(config_path: str, overrides: list[str]) -> Prepared:
+    """Load, check, plan; writes nothing. Raises ConfigError."""
+    config = load_config(config_path, overrides)
+    run_dir = Path(config.run_dir or Path("runs") / Path(config_path).stem / time.strftime("%Y%m%d-%H%M%S")).absolute()
+    machine = preflight.find_machine()
+    plan = make_plan(config, run_dir, machine)
+    preflight.inspect(config, plan, machine, run_dir)
+    return Prepared(_resolve(config, run_dir, plan), run_dir, plan, machine)
+
+
+def _resolve(config: Config, run_dir: Path, plan: Plan) -> Config:
+    """Settle what depends on this host: absolute paths, and the weights' backend for the GPUs the plan gives out."""
+    tree = config.model_dump(mode="json")
+    tree["run_dir"] = str(run_dir)
+    if config.model.make or Path(config.model.path).exists():
+        tree["model"]["path"] = str(Path(config.model.path).absolute())
+    if config.weights.backend == "auto":
+        own_gpus = bool(plan.learner.gpus) and all(r.gpus for r in plan.rollouts) and not plan.shares_gpu
+        tree["weights"]["backend"] = "nccl" if own_gpus else "gloo"
+    return parse_config(tree)
+
+
+def claim(prepared: Prepared) -> IO[str]:
+    """Make the run folder ours and write what the processes read; the returned lock is held while it stays open.
+
+    Raises ConfigError when another launcher holds the folder. The run id of a folder stays what it was.
+    """
+    run_dir = prepared.run_dir
+    try:
+        (run_dir / "logs").mkdir(parents=True, exist_ok=True)
+        lock = (run_dir / ".lock").open("w")
+    except OSError as e:
+        raise ConfigError(f"run_dir is {run_dir}, which cannot be made ({e.strerror}): choose another") from None
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        lock.close()
+        raise ConfigError(f"run_dir is {run_dir}, where another run is at work: choose another, or wait for it") from None
+    (run_dir / "config.yaml").write_text(yaml.safe_dump(prepared.config.model_dump(mode="json"), sort_keys=False))
+    if not (run_dir / "run.json").exists():
+        (run_dir / "run.json").write_text(json.dumps({"run_id": secrets.token_hex(8)}))
+    (run_dir / "result.json").unlink(missing_ok=True)
+    return lock
+
+
+def model_recipe(prepared: Prepared) -> ProcessSpec | None:
+    """The process that makes the model, beside its final place, or None when the model is there or needs no making."""
+    model = prepared.config.model
+    if model.make is None or Path(model.path).exists():
+        return None
+    out = unfinished(prepared)
+    argv = (sys.executable, "-m", "async_rl", "model", model.make, "--out", str(out), "--seed", str(prepared.config.seed))
+    env = {**prepared.machine.environ, "PYTHONUNBUFFERED": "1"}
+    return ProcessSpec("model", argv, env, log_path(prepared.run_dir, "model"), None, ())
+
+
+def unfinished(prepared: Prepared) -> Path:
+    """Where a model is made before it is moved into place, so that a half-made one is never taken for a model."""
+    path = Path(prepared.config.model.path)
+    return path.with_name(f".{path.name}.{os.getpid()}")
+
+
+def install_model(prepared: Prepared) -> None:
+    """Move the finished model into place; one that another run made meanwhile is as good."""
+    out, path = unfinished(prepared), Path(prepared.config.model.path)
+    try:
+        out.rename(path)
+    except OSError:
+        if not path.is_dir():
+            raise
+        shutil.rmtree(out, ignore_errors=True)

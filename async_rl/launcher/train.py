@@ -1,0 +1,284 @@
+"""`async-rl train`: start one learner and its rollouts on this host, watch them, and end them together.
+
+Owns signals, restarts and the exit code. Invariant: every way out passes through `end_all`, so no process outlives the
+run; the first cause of a failure is told once, at the end, and the last line of stdout is the run's JSON.
+
+    a child ends            what follows
+    rollout, 0              it was told END, or left; nothing, unless it was the last one
+    rollout, otherwise      started again, 3 times; not when it fails as it did the time before (same last words)
+    last rollout            learner is asked to stop, exit code 3
+    learner, by a signal    started again from its checkpoint, 3 times, if there is one
+    learner, otherwise      its exit code is the run's
+"""
+
+from __future__ import annotations
+
+import os
+import selectors
+import shutil
+import signal
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+
+from async_rl.launcher.plan import ProcessSpec
+from async_rl.launcher.prepare import Prepared, claim, install_model, model_recipe, prepare, unfinished
+from async_rl.launcher.processes import Child, end_all, own_children
+from async_rl.observability.process import adopt_orphans
+
+EXIT_CONFIG, EXIT_ROLLOUTS_GONE = 2, 3
+MAX_RESTARTS = 3
+POLL_S = 0.1
+STOP_GRACE_S = 300.0  # after a signal, for the checkpoint and the end of the books
+END_GRACE_S = 10.0  # for a process that has nothing left to save
+GOODBYE_S = 15.0  # for rollouts to leave after the learner has
+NUM_LAST_WORDS = 20
+ORDERLY = {128 + signal.SIGINT, 128 + signal.SIGTERM, 128 + signal.SIGUSR1}  # a learner that was asked to stop
+
+
+def train(config_path: str, overrides: list[str]) -> int:
+    """Run to the end; returns the exit code (see docs). Raises ConfigError before anything is started."""
+    prepared = prepare(config_path, overrides)
+    with claim(prepared):
+        _say(f"run_dir {_short(prepared.run_dir)}")
+        with Signals() as signals:
+            adopt_orphans()
+            code = _make_model(prepared, signals)
+            if code == 0:
+                code = Supervisor(prepared, signals).run()
+    result = prepared.run_dir / "result.json"
+    if result.exists():
+        print(" ".join(result.read_text().split("\n")).strip(), flush=True)
+    return code
+
+
+class Signals:
+    """Remembers signals that ask for the end, in order; handlers are in place inside the `with`."""
+
+    def __init__(self) -> None:
+        self.asked: list[int] = []
+
+    def __enter__(self) -> Signals:
+        numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
+        self._before = {number: signal.signal(number, self._remember) for number in numbers}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _remember(self, number: int, frame: FrameType | None) -> None:
+        self.asked.append(number)
+
+
+def _make_model(prepared: Prepared, signals: Signals) -> int:
+    """Make the model by its recipe when it is absent; returns 0, or the exit code of a recipe that failed."""
+    spec = model_recipe(prepared)
+    if spec is None:
+        return 0
+    _say(f"making the model {_short(Path(prepared.config.model.path))} by the recipe '{prepared.config.model.make}'")
+    unfinished(prepared).parent.mkdir(parents=True, exist_ok=True)
+    begin, bystanders = time.monotonic(), own_children()
+    child = Child(spec)
+    try:
+        while child.poll() is None and not signals.asked:
+            time.sleep(POLL_S)
+        if signals.asked:
+            return 128 + signals.asked[0]
+        code = _exit_code(child)
+        if code:
+            _tell_last_words(child, f"the recipe '{prepared.config.model.make}' failed with exit code {code}")
+            return code
+        install_model(prepared)
+        _say(f"model made in {time.monotonic() - begin:.0f} s")
+        return 0
+    finally:
+        end_all([child], END_GRACE_S, bystanders)
+        shutil.rmtree(unfinished(prepared), ignore_errors=True)
+
+
+@dataclass
+class Rollout:
+    """A rollout's place in the plan, whoever fills it now."""
+
+    spec: ProcessSpec
+    child: Child
+    restarts: int = 0
+    last_words: str = ""
+    gone: bool = field(default=False)
+
+
+class Supervisor:
+    """The learner and its rollouts from start to end. Single-threaded: children are forked safely, and die with it."""
+
+    def __init__(self, prepared: Prepared, signals: Signals) -> None:
+        self._prepared = prepared
+        self._signals = signals
+        self._bystanders = own_children()
+        self._learner_restarts = 0
+        self._heeded = 0  # signals already acted upon
+        self._deadline: float | None = None  # of a learner that was asked to stop
+        self._failed: tuple[int, Child, str] | None = None  # exit code, whose log tells, why
+        self._pipes = selectors.DefaultSelector()
+        self._terminal_open = True
+        self._ended: list[Child] = []
+
+    def run(self) -> int:
+        """Start all, watch until the learner is done, end all; returns the exit code."""
+        plan = self._prepared.plan
+        self._rollouts: list[Rollout] = []
+        self._learner = self._start_learner()
+        try:
+            self._rollouts = [Rollout(spec, Child(spec)) for spec in plan.rollouts]
+            code = self._watch()
+            if code == 0:
+                self._await_goodbyes()
+        finally:
+            children = [self._learner, *self._ended, *(r.child for r in self._rollouts)]
+            end_all(children, END_GRACE_S, self._bystanders)
+        return self._conclude(code)
+
+    def _start_learner(self) -> Child:
+        child = Child(self._prepared.plan.learner, piped=True)
+        assert child.popen.stdout is not None
+        os.set_blocking(child.popen.stdout.fileno(), False)
+        self._pipes.register(child.popen.stdout, selectors.EVENT_READ, child)
+        return child
+
+    def _watch(self) -> int:
+        while True:
+            self._pass_output(POLL_S)
+            self._heed_signals()
+            for rollout in self._rollouts:
+                self._look_after(rollout)
+            if self._learner.poll() is not None:
+                self._pass_output(0.0)
+                if not self._revive_learner():
+                    return _exit_code(self._learner)
+            if self._deadline is not None and time.monotonic() > self._deadline:
+                _say("the learner did not stop in time and is killed")
+                return 128 + (self._signals.asked[0] if self._signals.asked else signal.SIGKILL)
+
+    def _pass_output(self, timeout_s: float) -> None:
+        """What the learner prints goes to the terminal and to its log."""
+        for key, _ in self._pipes.select(timeout_s):
+            while data := key.fileobj.read(1 << 16):  # type: ignore[union-attr]
+                key.data.log.write(data)
+                self._show(data)
+            if data == b"":
+                self._pipes.unregister(key.fileobj)
+        if not self._pipes.get_map():
+            time.sleep(timeout_s)
+
+    def _show(self, data: bytes) -> None:
+        if not self._terminal_open:
+            return
+        try:
+            sys.stdout.buffer.write(data)
+            sys.stdout.buffer.flush()
+        except BrokenPipeError:  # `train | head`: the run goes on, its log has the rest
+            self._terminal_open = False
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+    def _heed_signals(self) -> None:
+        """The first signal is passed on; the second ends the run at once."""
+        asked = self._signals.asked
+        if len(asked) == self._heeded:
+            return
+        if self._heeded or len(asked) > 1:
+            self._deadline = time.monotonic()
+        else:
+            _say(f"{signal.Signals(asked[0]).name}: asking the learner to save and stop; once more to kill everything")
+            # what hangs up a terminal is a wish to end like any other; ranks know three of them
+            self._stop_learner(asked[0] if asked[0] != signal.SIGHUP else signal.SIGTERM, STOP_GRACE_S)
+        self._heeded = len(asked)
+
+    def _stop_learner(self, number: int, grace_s: float) -> None:
+        self._learner.signal(number, workers=True)
+        self._deadline = time.monotonic() + grace_s
+
+    @property
+    def _stopping(self) -> bool:
+        return self._deadline is not None
+
+    def _look_after(self, rollout: Rollout) -> None:
+        """Notice a rollout's end and decide what follows."""
+        if rollout.gone or rollout.child.poll() is None:
+            return
+        code = rollout.child.poll() or 0
+        words = (rollout.child.tail(1) or [""])[-1]
+        same_again = code > 0 and words == rollout.last_words
+        rollout.last_words = words
+        if code == 0 or self._stopping or self._learner.poll() is not None:
+            rollout.gone = True
+        elif code == EXIT_CONFIG or same_again or rollout.restarts == MAX_RESTARTS:
+            rollout.gone = True
+            _say(f"{rollout.spec.name} {_how(code)}{' as before' if same_again else ''}; it is not started again")
+        else:
+            rollout.restarts += 1
+            _say(f"{rollout.spec.name} {_how(code)}; starting it again ({rollout.restarts} of {MAX_RESTARTS})")
+            self._ended.append(rollout.child)
+            rollout.child = Child(rollout.spec)
+        if code != 0 and not self._stopping and all(r.gone for r in self._rollouts):
+            self._failed = (EXIT_ROLLOUTS_GONE, rollout.child, f"no rollout is left: {rollout.spec.name} {_how(code)}")
+            self._stop_learner(signal.SIGTERM, END_GRACE_S)
+
+    def _revive_learner(self) -> bool:
+        """Start a learner that a signal killed again, when there is a checkpoint to start from."""
+        code = _exit_code(self._learner)
+        killed = code >= 128 and code not in ORDERLY
+        if not killed or self._stopping or self._learner_restarts == MAX_RESTARTS or not self._has_checkpoint():
+            return False
+        self._learner_restarts += 1
+        _say(f"the learner {_how(code)}; starting it again from its checkpoint ({self._learner_restarts} of {MAX_RESTARTS})")
+        end_all([self._learner], 0.0, own_children())  # its ranks are gone with it; what they left is not
+        self._learner = self._start_learner()
+        return True
+
+    def _has_checkpoint(self) -> bool:
+        return self._prepared.config.checkpoint.resume and (self._prepared.run_dir / "checkpoints" / "latest").exists()
+
+    def _await_goodbyes(self) -> None:
+        deadline = time.monotonic() + GOODBYE_S
+        while time.monotonic() < deadline and any(r.child.poll() is None for r in self._rollouts):
+            time.sleep(POLL_S)
+
+    def _conclude(self, code: int) -> int:
+        """Tell the cause of a failure, once; the run's exit code."""
+        if self._failed:
+            code, child, why = self._failed
+            _tell_last_words(child, why)
+        elif code and not self._signals.asked:
+            _tell_last_words(self._learner, f"the learner {_how(code)}")
+        return code
+
+
+def _exit_code(child: Child) -> int:
+    code = child.poll() or 0
+    return code if code >= 0 else 128 - code
+
+
+def _how(code: int) -> str:
+    number = -code if code < 0 else code - 128
+    try:
+        return f"was killed by {signal.Signals(number).name}"
+    except ValueError:
+        return f"ended with exit code {code}"
+
+
+def _tell_last_words(child: Child, why: str) -> None:
+    _say(f"{why}; the end of its log {_short(child.spec.log)}:")
+    for line in child.tail(NUM_LAST_WORDS):
+        print(f"    {line}", file=sys.stderr)
+    sys.stderr.flush()
+
+
+def _say(text: str) -> None:
+    print(f"async-rl: {text}", file=sys.stderr, flush=True)
+
+
+def _short(path: Path) -> str:
+    """Relative to the working directory where it lies below it."""
+    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)

@@ -1,0 +1,39 @@
+"""A process's tie to the one that started it: when the parent is gone, so is the child, however the parent ended.
+
+Imports the standard library only, and must be cheap: it is the first thing a learner rank or a rollout does.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+
+PARENT_PID = "ASYNC_RL_PARENT_PID"
+"""Environment variable by which a starter says who it is; absent in processes started by hand, which outlive a shell."""
+
+_PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
+_LIBC = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None
+
+
+def die_with_parent(parent_pid: int | None = None) -> None:
+    """Have the kernel SIGKILL this process when the thread that started it ends; exits at once if it already has.
+
+    `parent_pid` None takes the starter's word from the environment, and does nothing if there is none (a process
+    started by hand). A process that starts helpers passes its own pid to them. No effect beyond Linux.
+    """
+    if parent_pid is None:
+        parent_pid = int(os.environ.get(PARENT_PID) or 0)
+    if not parent_pid or _LIBC is None:
+        return
+    _LIBC.prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
+    if os.getppid() != parent_pid:  # it ended between the fork and the call above: no signal will come
+        os._exit(128 + signal.SIGKILL)
+
+
+def adopt_orphans() -> None:
+    """Make this process the parent of descendants whose own parent dies, so that none escapes its sight (Linux)."""
+    if _LIBC is not None:
+        _LIBC.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
