@@ -1,0 +1,108 @@
+"""One evaluation's book-keeping: draws, leases, results, and what may not be mixed into them."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import pytest
+
+from async_rl.data.evaluation import Evaluation, is_eval_id, sampled_by
+from async_rl.data.record import Record
+from async_rl.types import Attempt, WeightName
+from tests.ledger_samples import make_group, make_prompt, make_trajectory
+
+PROMPTS = [make_prompt(i) for i in range(10)]
+
+
+def evaluation(draws: int = 16, seed: int = 3, name: tuple[int, int] = (1, 5)) -> Evaluation:
+    return Evaluation(PROMPTS, draws, seed, WeightName(*name), 60.0)
+
+
+def leases(e: Evaluation) -> list[tuple[int, str]]:
+    taken = []
+    while (lease := e.next_lease()) is not None:
+        taken.append((lease[0], lease[1].prompt_id))
+    return taken
+
+
+def test_the_draws_depend_on_the_seed_only():
+    first, later, other = leases(evaluation()), leases(evaluation(name=(2, 9))), leases(evaluation(seed=4))
+    assert [p for _, p in first] == [p for _, p in later] != [p for _, p in other]
+    assert len(first) == 16 and len({p for _, p in first}) < 16, "drawn with replacement from ten"
+
+
+def test_ids_are_apart_from_training_from_other_versions_and_from_other_lives():
+    ids = [{g for g, _ in leases(evaluation(name=name))} for name in ((1, 5), (1, 6), (2, 5), (0, 0))]
+    assert len(set.union(*ids)) == 4 * 16
+    assert all(is_eval_id(g) and g < 1 << 63 for group in ids for g in group)
+    assert not is_eval_id(0) and not is_eval_id(10**12)
+
+
+def test_accuracy_is_the_mean_over_what_was_delivered_and_missing_is_counted():
+    e = evaluation(draws=4)
+    assert math.isnan(e.accuracy) and e.missing == 4 and not e.done
+    ids = [g for g, _ in leases(e)]
+    assert e.deliver(ids[0], True, 1.0) and e.deliver(ids[1], True, 0.0) and e.deliver(ids[2], True, 1.0)
+    assert e.accuracy == pytest.approx(2 / 3) and e.missing == 1 and not e.done and e.out == [ids[3]]
+    assert e.deliver(ids[3], True, 0.0)
+    assert e.done and e.missing == 0 and e.accuracy == 0.5
+    assert e.row() == {
+        "eval/version": 5,
+        "eval/incarnation": 1,
+        "eval/accuracy": 0.5,
+        "eval/num": 4,
+        "eval/missing": 0,
+        "eval/mixed": 0,
+        "eval/unscored": 0,
+    }
+
+
+def test_answers_of_other_weights_or_without_a_reward_are_counted_and_not_used():
+    e = evaluation(draws=3)
+    ids = [g for g, _ in leases(e)]
+    e.deliver(ids[0], False, 1.0)
+    e.deliver(ids[1], True, math.nan)
+    e.deliver(ids[2], True, 0.0)
+    assert (e.mixed, e.unscored, e.num_delivered, e.missing) == (1, 1, 1, 0)
+    assert e.accuracy == 0.0 and e.done
+
+
+def test_an_answer_nobody_waits_for_changes_nothing():
+    e, older = evaluation(draws=2), evaluation(draws=2, name=(1, 4))
+    stale = leases(older)[0][0]
+    first = e.next_lease()
+    assert first is not None
+    assert not e.deliver(stale, True, 1.0)
+    assert not e.deliver(first[0] + 1, True, 1.0), "not leased yet"
+    assert not e.deliver(0, True, 1.0)
+    assert e.deliver(first[0], True, 1.0) and not e.deliver(first[0], True, 0.0)
+    assert (e.num_delivered, e.missing, e.accuracy) == (1, 1, 1.0)
+
+
+def test_leases_of_a_dead_rollout_are_handed_out_again_first():
+    e = evaluation(draws=5)
+    ids = [lease[0] for _ in range(4) if (lease := e.next_lease())]
+    e.deliver(ids[0], True, 1.0)
+    assert e.give_back({ids[0], ids[1], ids[2], 77}) == 2
+    assert [g for g, _ in leases(e)] == [ids[1], ids[2], ids[3] + 1]
+    assert e.missing == 4
+
+
+def test_an_evaluation_of_nothing_is_an_error():
+    with pytest.raises(ValueError, match="0 draws"):
+        evaluation(draws=0)
+    with pytest.raises(ValueError, match="from 0 prompts"):
+        Evaluation([], 4, 0, WeightName(1, 0), 1.0)
+
+
+@pytest.mark.parametrize(
+    ("versions", "incarnations", "expected"),
+    [([5, 5], 1, True), ([5, 6], 1, False), ([4], 1, False), ([5, 5], [1, 2], False), ([], 1, True)],
+)
+def test_pinned_means_that_every_sampled_token_is_of_the_named_weights(versions, incarnations, expected):
+    record = Record(1 << 62, PROMPTS[0], Attempt(1, 0), Attempt(1, 0), 0)
+    group = make_group(record, versions, incarnations, split="eval")
+    assert sampled_by(group, WeightName(1, 5)) is expected
+    observed = dataclasses.replace(group, trajectories=(make_trajectory([4, 5], mask=[False, True]),))
+    assert sampled_by(observed, WeightName(1, 5))
