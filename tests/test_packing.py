@@ -94,6 +94,13 @@ def test_ranks_are_balanced_and_waste_little_on_a_long_tailed_mix(capsys):
         print("\n" + "\n".join(report))
 
 
+def test_micro_batches_of_like_cost_run_in_the_same_round():
+    lengths = np.array([100, 60, 55] + [10] * 20)
+    planned = plan(lengths, 2, 100)
+    sizes = np.array([[lengths[part].sum() for part in rank] for rank in planned])
+    assert sizes.max(axis=0).tolist() == [100, 100, 55]  # in order of length they would take 100, 100 and 100
+
+
 def test_few_short_trajectories_are_shared_by_all_ranks_rather_than_left_to_one():
     planned = plan(np.full(128, 12), 2, 8192)
     assert [[len(part) for part in rank] for rank in planned] == [[64], [64]]
