@@ -230,6 +230,10 @@ def test_equal_rewards_give_exactly_zero_even_from_fp32(value):
     assert filters.zero_variance(rewards.numpy())
 
 
+def test_large_equal_rewards_do_not_differ_by_the_rounding_of_their_mean():
+    assert not grpo(f64(*[1e12 + 0.1] * 7), torch.zeros(7, dtype=torch.int64), everything(7)).any()
+
+
 def test_differences_below_the_resolution_of_a_reward_are_no_signal():
     assert not grpo(f64(1, 1 + 1e-7), torch.zeros(2, dtype=torch.int64), everything(2)).any()
 
@@ -307,6 +311,10 @@ def test_the_learning_rate_starts_above_zero_stays_within_its_bounds_and_ends_at
     peak = rates.index(max(rates))
     assert rates[: peak + 1] == sorted(rates[: peak + 1])
     assert rates[peak:] == sorted(rates[peak:], reverse=True)
+
+
+def test_without_warm_up_the_first_step_is_still_one_of_warm_up_at_the_peak():
+    assert [lr_at(t, 3, 1.0, 0.0, 0.0, 0.0) for t in (0, 1, 3)] == [1.0, 1.0, 0.0]
 
 
 def test_the_mean_importance_ratio_over_the_behavior_policy_is_one():
