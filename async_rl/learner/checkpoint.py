@@ -13,7 +13,8 @@ import json
 import os
 import shutil
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -97,7 +98,8 @@ class Checkpointer:
             reader = dcp.FileSystemReader(folder)
             saved = reader.read_metadata().state_dict_metadata
             rng = {name: state for name, state in rng.items() if name in saved}
-            dcp.load({**tensors, **rng}, storage_reader=reader, process_group=self.group, no_dist=self.group is None)
+            with _alone_is_fine():
+                dcp.load({**tensors, **rng}, storage_reader=reader, process_group=self.group, no_dist=self.group is None)
             extra = (folder / _EXTRA).read_bytes() if (folder / _EXTRA).exists() else None
         except (CheckpointException, OSError, RuntimeError, ValueError) as e:
             raise CheckpointError(
@@ -166,8 +168,7 @@ class Checkpointer:
     # How ranks agree.
 
     def _write_shards(self, tensors: dict[str, Tensor], partial: Path) -> None:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)  # "torch.distributed is uninitialized": a single process may be
+        with _alone_is_fine():
             metadata = dcp.save(
                 tensors,
                 storage_writer=dcp.FileSystemWriter(partial, sync_files=True),
@@ -202,6 +203,14 @@ class Checkpointer:
             problem = next((s for s in said if s), "")
         if problem:
             raise CheckpointError(problem)
+
+
+@contextmanager
+def _alone_is_fine() -> Iterator[None]:
+    """Without torch's warning that torch.distributed is uninitialized."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is")
+        yield
 
 
 def _problem(folder: Path) -> str:

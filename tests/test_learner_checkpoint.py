@@ -1,0 +1,245 @@
+"""Checkpoints on one rank: resume is exact, a broken or half-written one is never used, an older one is never harmed."""
+
+from __future__ import annotations
+
+import dataclasses
+import errno
+import json
+import os
+import resource
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from async_rl.learner import checkpoint as module
+from async_rl.learner.checkpoint import Checkpointer, CheckpointError
+
+from .learner_cases import make_batch, make_config, make_policy, make_update
+
+torch.set_num_threads(1)
+
+
+def start(seed: int = 0):
+    policy = make_policy(seed)
+    return policy, *make_update(make_config({"num_minibatches": 2}), policy)
+
+
+def train(update, steps) -> list[dict[str, float]]:
+    return [update.run(make_batch(seed=100 + step), step, lambda: None, lambda: None).metrics for step in steps]
+
+
+def everything(policy, optimizer) -> dict[str, torch.Tensor]:
+    return {name: value.detach().clone() for name, value in module._tensors(policy, optimizer).items()}
+
+
+def assert_same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> None:
+    assert a.keys() == b.keys()
+    assert [name for name in a if not torch.equal(a[name], b[name])] == []
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A folder with checkpoints of steps 1 and 2, not to be touched, and what trained them."""
+    policy, update, optimizer = start()
+    checkpointer = Checkpointer(tmp_path_factory.mktemp("checkpoints"), keep=2)
+    for step in (1, 2):
+        train(update, [step])
+        checkpointer.save(step, policy, optimizer, f"ledger {step}".encode())
+    return checkpointer.directory, policy, optimizer
+
+
+@pytest.fixture
+def saved(trained, tmp_path):
+    directory, policy, optimizer = trained
+    shutil.copytree(directory, tmp_path / "checkpoints")
+    return Checkpointer(tmp_path / "checkpoints", keep=2), policy, optimizer
+
+
+def test_six_steps_equal_three_a_resume_and_three_bit_for_bit(tmp_path):
+    policy, update, optimizer = start()
+    figures = train(update, range(3))
+    saved_rng = torch.get_rng_state()
+    folder = Checkpointer(tmp_path, keep=2).save(3, policy, optimizer, b"the ledger")
+    figures += train(update, range(3, 6))
+
+    other, other_update, other_optimizer = start(seed=9)
+    torch.manual_seed(12345)
+    checkpointer = Checkpointer(tmp_path, keep=2)
+    assert checkpointer.latest_complete() == folder
+    assert checkpointer.load(folder, other, other_optimizer) == b"the ledger"
+    assert torch.equal(torch.get_rng_state(), saved_rng)
+    assert train(other_update, range(3, 6)) == figures[3:]
+    assert_same(everything(other, other_optimizer), everything(policy, optimizer))
+
+
+def test_a_checkpoint_before_the_first_step_loads_too(tmp_path):
+    policy, _, optimizer = start()
+    folder = Checkpointer(tmp_path, keep=1).save(0, policy, optimizer, None)
+    other, _, other_optimizer = start(seed=4)
+    assert Checkpointer(tmp_path, keep=1).load(folder, other, other_optimizer) is None
+    assert_same(everything(other, other_optimizer), everything(policy, optimizer))
+
+
+@pytest.mark.parametrize("damage", ["flip", "truncate", "missing", "manifest", "no manifest"])
+def test_a_damaged_checkpoint_is_skipped_with_a_sentence(saved, monkeypatch, damage):
+    checkpointer, *_ = saved
+    said: list[str] = []
+    monkeypatch.setattr(module._log, "warning", lambda text, *args: said.append(text % args))
+    folder = checkpointer.directory / "step_000002"
+    shards = next(folder.glob("*.distcp"))
+    if damage == "flip":
+        data = bytearray(shards.read_bytes())
+        data[len(data) // 2] ^= 1
+        shards.write_bytes(data)
+    elif damage == "truncate":
+        os.truncate(shards, shards.stat().st_size - 1)
+    elif damage == "missing":
+        (folder / "state.msgpack").unlink()
+    elif damage == "manifest":
+        (folder / "manifest.json").write_text('{"files": ')
+    else:
+        (folder / "manifest.json").unlink()
+    assert checkpointer.latest_complete() == checkpointer.directory / "step_000001"
+    assert len(said) == 1 and "step_000002 is skipped" in said[0]
+
+
+def test_no_checkpoint_is_no_error(tmp_path):
+    assert Checkpointer(tmp_path / "none", keep=1).latest_complete() is None
+
+
+def test_only_the_newest_are_kept_and_latest_names_the_last(saved):
+    checkpointer, policy, optimizer = saved
+    checkpointer.save(3, policy, optimizer, None)
+    assert sorted(p.name for p in checkpointer.directory.iterdir()) == ["latest", "step_000002", "step_000003"]
+    assert (checkpointer.directory / "latest").read_text() == "step_000003\n"
+
+
+def test_going_on_from_an_older_one_removes_those_of_the_lost_timeline_only_after_the_next_is_complete(saved):
+    checkpointer, policy, optimizer = saved
+    (checkpointer.directory / "step_000002" / "manifest.json").unlink()
+    again = Checkpointer(checkpointer.directory, keep=1)
+    assert again.latest_complete() == checkpointer.directory / "step_000001"
+    again.save(1, policy, optimizer, b"again")
+    assert sorted(p.name for p in checkpointer.directory.iterdir()) == ["latest", "step_000001"]
+    assert (checkpointer.directory / "step_000001" / "state.msgpack").read_bytes() == b"again"
+
+
+def fault_at(monkeypatch, place: str) -> None:
+    def full(*args, **kwargs):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    if place == "shards":
+        monkeypatch.setattr(module.dcp.FileSystemWriter, "write_data", full)
+    elif place == "index":
+        monkeypatch.setattr(module.dcp.FileSystemWriter, "finish", full)
+    elif place == "folder":
+        monkeypatch.setattr(Path, "mkdir", full)
+    elif place == "rename":
+        monkeypatch.setattr(Path, "rename", full)
+    else:
+        write = module._write
+        monkeypatch.setattr(module, "_write", lambda path, data: full() if path.name == place else write(path, data))
+
+
+PLACES = ["folder", "shards", "index", "state.msgpack", "manifest.json", "rename", "latest.new"]
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("step", [2, 3])
+def test_a_disk_that_fills_at_any_write_leaves_older_checkpoints_whole(saved, monkeypatch, place, step):
+    checkpointer, policy, optimizer = saved
+    with monkeypatch.context() as patch:
+        fault_at(patch, place)
+        with pytest.raises(CheckpointError, match=rf"checkpoint of step {step} could not be written .*No space left"):
+            checkpointer.save(step, policy, optimizer, b"new")
+    assert not list(checkpointer.directory.glob(".*.partial"))
+    folder = checkpointer.latest_complete()
+    assert folder is not None and folder.name >= "step_000002"
+    assert module._problem(checkpointer.directory / "step_000001") == ""
+    checkpointer.save(4, policy, optimizer, b"room again")
+    assert checkpointer.latest_complete() == checkpointer.directory / "step_000004"
+
+
+def test_a_file_size_limit_of_the_system_leaves_older_checkpoints_whole(saved):
+    checkpointer, policy, optimizer = saved
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, hard))
+    try:
+        with pytest.raises(CheckpointError, match="could not be written"):
+            checkpointer.save(3, policy, optimizer, b"new")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert sorted(p.name for p in checkpointer.directory.iterdir()) == ["latest", "step_000001", "step_000002"]
+    assert checkpointer.latest_complete() == checkpointer.directory / "step_000002"
+
+
+class Killed(BaseException):
+    pass
+
+
+@pytest.mark.parametrize("place", ["shards", "manifest.json", "rename"])
+@pytest.mark.parametrize("step", [2, 3])
+def test_what_a_killed_save_leaves_behind_is_cleared_and_the_last_good_one_is_found(saved, monkeypatch, place, step):
+    checkpointer, policy, optimizer = saved
+    before = (checkpointer.directory / "step_000002" / "manifest.json").read_bytes()
+
+    def killed(*args, **kwargs):
+        raise Killed
+
+    rename = Path.rename
+    with monkeypatch.context() as patch:
+        if place == "shards":
+            patch.setattr(module.dcp, "save", killed)
+        elif place == "rename":  # after an older one of the same step was moved aside
+            patch.setattr(Path, "rename", lambda p, to: killed() if p.name.endswith(".partial") else rename(p, to))
+        else:
+            patch.setattr(module, "_write", killed)
+        with pytest.raises(Killed):
+            checkpointer.save(step, policy, optimizer, None)
+    again = Checkpointer(checkpointer.directory, keep=1)
+    assert again.latest_complete() == checkpointer.directory / "step_000002"
+    assert (checkpointer.directory / "step_000002" / "manifest.json").read_bytes() == before
+    assert sorted(p.name for p in checkpointer.directory.iterdir()) == ["latest", "step_000001", "step_000002"]
+
+
+@pytest.mark.parametrize("where", ["weights", "moments"])
+def test_a_state_that_is_not_finite_is_never_saved(saved, where):
+    checkpointer, policy, optimizer = saved
+    target = next(policy.parameters()) if where == "weights" else optimizer.named_state()["model.norm.weight.exp_avg"]
+    whole = target.detach().clone()
+    with torch.no_grad():
+        target.view(-1)[3] = torch.nan
+    with pytest.raises(CheckpointError, match=r"checkpoint of step 3 is not written: (model|optim)\.\S+ is not finite"):
+        checkpointer.save(3, policy, optimizer, None)
+    with torch.no_grad():
+        target.copy_(whole)  # what other tests save
+    assert checkpointer.latest_complete() == checkpointer.directory / "step_000002"
+
+
+def test_a_checkpoint_of_another_model_is_refused_in_one_sentence(saved):
+    checkpointer, *_ = saved
+    other = make_policy(hidden_size=32)
+    _, optimizer = make_update(make_config(), other)
+    with pytest.raises(CheckpointError, match=r"does not fit this run .* use the model it was made from"):
+        checkpointer.load(checkpointer.directory / "step_000002", other, optimizer)
+
+
+def test_the_manifest_lists_every_file_with_size_and_digest(saved):
+    checkpointer, *_ = saved
+    folder = checkpointer.directory / "step_000002"
+    manifest = json.loads((folder / "manifest.json").read_text())
+    assert manifest["step"] == 2 and manifest["num_ranks"] == 1
+    assert {p.name for p in folder.iterdir()} == set(manifest["files"]) | {"manifest.json"}
+    assert {"bytes", "sha256"} == set(manifest["files"]["state.msgpack"])
+
+
+def test_a_skipped_step_leaves_the_resumed_run_the_same(tmp_path):
+    policy, update, optimizer = start()
+    train(update, [0])
+    before = everything(policy, optimizer)
+    batch = make_batch()
+    assert update.run(dataclasses.replace(batch, mask=np.zeros_like(batch.mask)), 1, lambda: None, lambda: None).skipped
+    assert_same(everything(policy, optimizer), before)
