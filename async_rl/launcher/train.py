@@ -39,8 +39,12 @@ ORDERLY = {128 + signal.SIGINT, 128 + signal.SIGTERM, 128 + signal.SIGUSR1}  # a
 
 
 def train(config_path: str, overrides: list[str]) -> int:
-    """Run to the end; returns the exit code (see docs). Raises ConfigError before anything is started."""
-    prepared = prepare(config_path, overrides)
+    """Run to the end; returns the exit code. Raises ConfigError before anything is started."""
+    return run(prepare(config_path, overrides))
+
+
+def run(prepared: Prepared) -> int:
+    """Claim the run folder, make the model if need be, supervise, print the result; returns the exit code."""
     with claim(prepared):
         _say(f"run_dir {_short(prepared.run_dir)}")
         with Signals() as signals:

@@ -1,0 +1,110 @@
+"""Stand-ins for the programs that `train` starts, run as real processes: `launcher_fakes.py ROLE MODE RUN_DIR`.
+
+Roles: `launcher MODE_OF_LEARNER MODE_OF_ROLLOUT RUN_DIR` supervises the two others with the real launcher.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from async_rl.observability.process import PARENT_PID, die_with_parent
+
+
+def launcher(learner_mode: str, rollout_mode: str, run_dir: str) -> int:
+    # imported here, so that the stand-ins start at once
+    from async_rl.config import parse_config
+    from async_rl.launcher.plan import Machine, Plan, ProcessSpec, log_path
+    from async_rl.launcher.prepare import Prepared
+    from async_rl.launcher.train import run
+
+    folder = Path(run_dir)
+    model = folder / "model"
+    model.mkdir(parents=True, exist_ok=True)
+    config = parse_config({"num_steps": 1, "groups_per_step": 1, "group_size": 2, "model": {"path": str(model)}})
+
+    def spec(name: str, role: str, mode: str) -> ProcessSpec:
+        argv = (sys.executable, __file__, role, mode, run_dir)
+        return ProcessSpec(name, argv, dict(os.environ), log_path(folder, name), None, ())
+
+    plan = Plan(spec("learner", "learner", learner_mode), (spec("rollout-0", "rollout", rollout_mode),))
+    return run(Prepared(config, folder, plan, Machine((0,), (), os.environ)))
+
+
+def learner(mode: str, run_dir: str) -> int:
+    folder = Path(run_dir)
+    note(folder, "learner")
+    if mode == "torchrun":  # like torchrun: the work is done by a child in a session of its own
+        env = {**os.environ, PARENT_PID: str(os.getpid())}
+        rank = subprocess.Popen([sys.executable, __file__, "learner", "stoppable", run_dir], env=env, start_new_session=True)
+        return rank.wait()
+    if mode == "stoppable":
+        return stoppable(folder)
+    if mode == "deaf":
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, signal.SIG_IGN)
+        time.sleep(60)
+    if mode == "fails":
+        time.sleep(0.3)
+        print("Traceback: noise\nlearner: the loss is not finite in 5 steps in a row", file=sys.stderr)
+        return 4
+    if mode == "killed_once" and not (folder / "checkpoints" / "latest").exists():
+        (folder / "checkpoints" / "latest").mkdir(parents=True)
+        os.kill(os.getpid(), signal.SIGKILL)
+    if mode == "waits_for_second_rollout":
+        wait_for(lambda: len(list(folder.glob("rollout.*"))) >= 2)
+    print("step 1/1", flush=True)
+    (folder / "result.json").write_text(json.dumps({"reward_last": 1.0}, indent=1))
+    (folder / "end").touch()
+    return 0
+
+
+def stoppable(folder: Path) -> int:
+    """A rank: notes every signal it hears, takes a moment to save, and ends as a learner that was asked to."""
+    die_with_parent()
+    heard: list[int] = []
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda n, _: heard.append(n))
+    note(folder, "rank")
+    wait_for(lambda: bool(heard))
+    time.sleep(0.5)
+    (folder / "heard.json").write_text(json.dumps(heard))
+    return 128 + heard[0]
+
+
+def rollout(mode: str, run_dir: str) -> int:
+    folder = Path(run_dir)
+    note(folder, "rollout")
+    if mode == "breaks":
+        print("loading\nrollout: the engine refuses this model", file=sys.stderr)
+        return 1
+    if mode == "killed_once" and len(list(folder.glob("rollout.*"))) == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    if mode == "with_helper":  # an engine core that hears no SIGTERM, in a session of its own
+        code = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(60)"
+        helper = subprocess.Popen([sys.executable, "-c", code], start_new_session=True)
+        (folder / "helper").write_text(str(helper.pid))
+        time.sleep(60)
+    wait_for((folder / "end").exists)
+    return 0
+
+
+def note(folder: Path, role: str) -> None:
+    """Leave a file per life of a process, with its pid in the name."""
+    (folder / f"{role}.{os.getpid()}").touch()
+
+
+def wait_for(true, timeout_s: float = 60.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not true() and time.monotonic() < deadline:
+        time.sleep(0.02)
+
+
+if __name__ == "__main__":
+    role, *arguments = sys.argv[1:]
+    sys.exit({"launcher": launcher, "learner": learner, "rollout": rollout}[role](*arguments))
