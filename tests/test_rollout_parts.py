@@ -265,10 +265,13 @@ async def test_a_repeated_lease_is_sampled_once() -> None:
 
 
 async def test_a_dead_engine_ends_the_membership() -> None:
-    with pytest.raises(BaseExceptionGroup) as caught:
+    async def run() -> None:
         async with bench(toy(fault="die", fault_requests=(1,))) as b:
             b.scheduler.lease(lease())
             await b.run
+
+    with pytest.raises(BaseExceptionGroup) as caught:
+        await run()
     assert isinstance(caught.value.exceptions[0], EngineDead)
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import logging
 import os
 import signal
 import sys
@@ -22,7 +23,7 @@ import torch
 
 from async_rl.config import Config, ConfigError, load_config
 from async_rl.envs.base import TaskError
-from async_rl.envs.rewards import RewardPool
+from async_rl.envs.rewards import RewardError, RewardPool
 from async_rl.envs.single_turn import SingleTurn
 from async_rl.envs.text import decoder, load_tokenizer, tokenizer_digest
 from async_rl.observability.log import get_logger, setup_logging
@@ -66,10 +67,11 @@ def main(run_dir: Path, name: str) -> int:
         outcome = _run(run_dir, name)
     except Stopped as stopped:
         outcome = Outcome(128 + stopped.number, f"stopped by {signal.Signals(stopped.number).name}")
-    except (ConfigError, TaskError) as e:
+    except (ConfigError, TaskError, RewardError) as e:
         outcome = Outcome(2, str(e))
     except (EngineDead, TransportError) as e:
         outcome = Outcome(1, str(e))
+    _exit_at_the_latest_after(SHUTDOWN_S, outcome)
     print(f"{name}: {outcome.sentence}", file=sys.stderr, flush=True)
     return outcome.code
 
@@ -186,4 +188,8 @@ if __name__ == "__main__":
     parser.add_argument("run_dir", type=Path)
     parser.add_argument("--name", default="rollout-0", help="stable over restarts, unique within the run")
     arguments = parser.parse_args()
-    sys.exit(main(arguments.run_dir, arguments.name))
+    code = main(arguments.run_dir, arguments.name)
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)  # everything is closed; the interpreter's own end, with torch and vLLM loaded, has no bound

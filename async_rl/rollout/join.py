@@ -60,6 +60,7 @@ class Door:
 
     async def join(self) -> Joined:
         """Knock until a Welcome. Raises Fatal, Ended, or Unreachable after timeout_s."""
+        log.info("looking for the learner in %s", self.path)
         seen: Discovery | None = None
         deadline = time.monotonic() + self.timeout_s
         while time.monotonic() < deadline:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from async_rl.observability.log import get_logger
-from async_rl.rollout.engine import Engine, InFlight
+from async_rl.rollout.engine import Engine, EngineDead, InFlight
 from async_rl.transport.messages import Commit, Committed, Error, Message, Prepare, Prepared, Staged
 from async_rl.types import WeightName
 from async_rl.weights.base import WeightsError
@@ -88,16 +88,22 @@ class Updates:
         self._replace_task(lambda: self._load(update, message.bucket_digests))
 
     async def close(self, timeout_s: float) -> None:
-        """After the tasks have ended: let a running commit finish, then leave the group. Bounded by timeout_s."""
+        """After the tasks have ended: let a running commit finish, then leave the group; each bounded by timeout_s."""
+        if self._commit_task is not None:
+            done, _ = await asyncio.wait([self._commit_task], timeout=timeout_s)
+            for task in done:
+                if isinstance(failure := task.exception(), EngineDead):
+                    raise failure
+        if self._spec is not None or self._update is not None:
+            await self._discard(timeout_s)
+        self._update, self._spec, self._commit_task = None, None, None
+
+    async def _discard(self, timeout_s: float) -> None:
         try:
             async with asyncio.timeout(timeout_s):
-                if self._commit_task is not None:
-                    await self._commit_task
-                if self._spec is not None or self._update is not None:
-                    await self._engine.discard()
+                await self._engine.discard()
         except (TimeoutError, WeightsError) as e:
             log.warning("leaving the weight group failed: %s", str(e) or f"no answer from the engine in {timeout_s:g} s")
-        self._update, self._spec, self._commit_task = None, None, None
 
     # ---- tasks
 
@@ -122,10 +128,7 @@ class Updates:
 
     async def _abandon(self) -> None:
         self._update, self._spec = None, None
-        try:
-            await self._engine.discard()
-        except WeightsError as e:
-            log.warning("leaving the weight group failed: %s", e)
+        await self._discard(GRACE_S)
 
     async def _receive(self, message: Prepare) -> None:
         if self._update is not None and not self._update.staged:
