@@ -228,7 +228,7 @@ class ControlPlane:
             return
         self.failed_in_a_row = 0
         refill = self.config.algorithm.zero_variance == "refill" and filters.zero_variance(rewards)
-        if refill and not self.ledger.refill_exhausted(self.ledger.version):
+        if refill and self.ledger.may_filter():
             self.ledger.drop([group.group_id], "filtered")
 
     # ---- what goes out
@@ -280,14 +280,14 @@ class ControlPlane:
         if evaluation is None:
             return
         for member in self.members:
-            while member.committed == evaluation.version.version and len(member.evaluating) < self.config.rollout.max_num_seqs:
+            while member.committed == evaluation.name.version and len(member.evaluating) < self.config.rollout.max_num_seqs:
                 item = evaluation.next_lease()
                 if item is None:
                     return
                 eval_id, prompt = item
                 member.evaluating.add(eval_id)
                 remaining_s = max(1.0, evaluation.deadline_s - now)
-                self.say(member.peer, evaluation_lease(self.config, eval_id, prompt, evaluation.version, remaining_s))
+                self.say(member.peer, evaluation_lease(self.config, eval_id, prompt, evaluation.name, remaining_s))
 
     def _evaluated(self, group: Group, member: Member | None) -> tuple[Outcome, str]:
         if member is not None:
@@ -295,7 +295,7 @@ class ControlPlane:
         if self.evaluation is None or len(group.trajectories) != 1:
             return "refused", "no_evaluation"
         reward = group.trajectories[0].reward
-        counted = self.evaluation.deliver(group.group_id, sampled_by(group, self.evaluation.version), reward)
+        counted = self.evaluation.deliver(group.group_id, sampled_by(group, self.evaluation.name), reward)
         return ("accepted", "") if counted else ("duplicate", "")
 
     # ---- members leave

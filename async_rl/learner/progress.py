@@ -19,7 +19,7 @@ from async_rl.learner.control import ControlPlane
 from async_rl.learner.publish import Publisher
 from async_rl.learner.results import summarize
 from async_rl.observability.log import get_logger
-from async_rl.observability.sinks import Console, JsonlSink, Sink, TensorBoardSink
+from async_rl.observability.sinks import Console, JsonlSink, Sink, TensorBoardSink, read_rows
 
 log = get_logger(__name__)
 
@@ -88,7 +88,7 @@ class Progress:
         self._write(row)
         self.notice(
             f"held-out accuracy of version {version}: {evaluation.accuracy:.3f} "
-            f"({evaluation.num_counted} answers, {evaluation.missing} missing, {seconds:.1f} s)"
+            f"({evaluation.num_delivered} answers, {evaluation.missing} missing, {seconds:.1f} s)"
         )
 
     def _write(self, row: dict[str, Any]) -> None:
@@ -103,8 +103,7 @@ class Progress:
         with self._lock:
             for sink in self._sinks:
                 sink.close()
-        rows = [json.loads(line) for line in self._path.read_text().splitlines() if line]
-        result = {**summarize(rows, books), **ending, "run_dir": str(self.run_dir)}
+        result = {**summarize(read_rows(self._path), books), **ending, "run_dir": str(self.run_dir)}
         result["seconds"] = time.monotonic() - self._started
         (self.run_dir / "result.json").write_text(json.dumps(result))
         return result

@@ -13,7 +13,7 @@ import threading
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from async_rl.learner.control import ControlPlane
 from async_rl.learner.gather import GatherPort
@@ -59,7 +59,7 @@ class Membership:
 
 
 class Publisher:
-    def __init__(self, control: ControlPlane, source: WeightSource, backend: str, version: int) -> None:
+    def __init__(self, control: ControlPlane, source: WeightSource, backend: Literal["gloo", "nccl"], version: int) -> None:
         self.control, self.source, self.backend = control, source, backend
         self.manifest = source.manifest
         self.changed = control.changed

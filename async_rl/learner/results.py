@@ -15,9 +15,9 @@ LAST_EVALS = 3  # evaluations whose median is `eval_last`
 def summarize(rows: list[dict[str, Any]], books: dict[str, Any]) -> dict[str, Any]:
     """First and last reward, held-out accuracy before and after, lag, throughput, idle time and the ledger."""
     steps = [row for row in rows if "reward/mean" in row]
-    evals = [row for row in rows if "eval/accuracy" in row]
+    evals = [row for row in rows if row.get("eval/accuracy") is not None]
     accuracies = [row["eval/accuracy"] for row in evals]
-    rewards = [row["reward/mean"] for row in steps if row["reward/mean"] == row["reward/mean"]]
+    rewards = [row["reward/mean"] for row in steps if row["reward/mean"] is not None]
     tokens = sum(row["batch/num_tokens"] for row in steps)
     samples = sum(row["batch/num_samples"] for row in steps)
     step_s = sum(row["time/step_s"] for row in steps)

@@ -1,0 +1,102 @@
+"""Whole runs for tests: `async-rl train` in a process group of its own, its metrics and its result read back."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from async_rl.recipes.tiny import new_model
+from async_rl.recipes.tokenizer import character_tokenizer
+
+ROOT = Path(__file__).parent.parent
+QUICKSTART = ROOT / "configs" / "quickstart.yaml"
+
+
+def random_model(folder: Path) -> Path:
+    """The tiny policy's architecture and tokenizer with random weights: enough for whatever does not have to learn."""
+    new_model(0).save_pretrained(folder)
+    character_tokenizer(64).save_pretrained(folder)
+    return folder
+
+
+@dataclass
+class Run:
+    popen: subprocess.Popen[str]
+    run_dir: Path
+    output: Path
+
+    def rows(self) -> list[dict[str, Any]]:
+        path = self.run_dir / "metrics.jsonl"
+        lines = path.read_text().splitlines() if path.exists() else []
+        return [json.loads(line) for line in lines if line.endswith("}")]
+
+    def steps(self) -> list[dict[str, Any]]:
+        return [row for row in self.rows() if "reward/mean" in row]
+
+    def text(self) -> str:
+        return self.output.read_text()
+
+    def wait_until(self, what: str, ready: Callable[[], Any], timeout_s: float) -> Any:
+        deadline = time.monotonic() + timeout_s
+        while time.monotonic() < deadline:
+            if result := ready():
+                return result
+            assert self.popen.poll() is None, f"the run ended while waiting for {what}:\n{self.text()}"
+            time.sleep(0.1)
+        raise AssertionError(f"no {what} within {timeout_s} s:\n{self.text()}")
+
+    def finish(self, timeout_s: float) -> dict[str, Any]:
+        """Wait for exit code 0; the JSON of the last line."""
+        code = self.popen.wait(timeout_s)
+        assert code == 0, f"exit code {code}:\n{self.text()}"
+        return json.loads(self.text().splitlines()[-1])
+
+    def pids(self, *words: str) -> list[int]:
+        """Processes of this run's session tree whose command line holds all of `words` and the run's folder."""
+        found = []
+        for entry in Path("/proc").iterdir():
+            if entry.name.isdigit():
+                with contextlib.suppress(OSError):
+                    line = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+                    if str(self.run_dir) in line and all(word in line for word in words):
+                        found.append(int(entry.name))
+        return sorted(found)
+
+
+@contextmanager
+def train(tmp_path: Path, *overrides: str, config: Path = QUICKSTART) -> Iterator[Run]:
+    """A run with `overrides`, killed with all its children at the end of the block if it still lives."""
+    run_dir, output = tmp_path / "run", tmp_path / "output.txt"
+    argv = [sys.executable, "-m", "async_rl", "train", str(config), f"run_dir={run_dir}", *overrides]
+    with output.open("w") as file:
+        popen = subprocess.Popen(
+            argv, cwd=ROOT, stdout=file, stderr=subprocess.STDOUT, text=True, start_new_session=True, env=dict(os.environ)
+        )
+    run = Run(popen, run_dir, output)
+    try:
+        yield run
+    finally:
+        if popen.poll() is None:
+            os.killpg(popen.pid, signal.SIGKILL)
+            popen.wait(10)
+        for pid in run.pids():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+
+def assert_books_balance(result: dict[str, Any], *, trained: int) -> None:
+    groups = result["ledger"]["groups"]
+    assert result["ledger"]["balanced"]
+    assert groups["trained"] == trained
+    assert groups["waiting"] == groups["leased"] == groups["ready"] == groups["taken"] == 0
+    assert groups["granted"] == groups["trained"] + sum(groups["dropped"].values())

@@ -1,0 +1,111 @@
+"""Whole runs under faults, with the toy engine: real torchrun, ZeroMQ, gloo, checkpoints and process deaths."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.runs import Run, assert_books_balance, random_model, train
+
+pytestmark = [pytest.mark.process, pytest.mark.timeout(300)]
+TOY = ("rollout.engine=toy", "model.make=null", "groups_per_step=4", "rollout.num_slots=4", "eval.draws=8", "eval.every=0")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    yield f"model.path={random_model(tmp_path_factory.mktemp('models') / 'random')}"
+
+
+def _version(run: Run) -> int:
+    steps = run.steps()
+    return steps[-1]["version"] if steps else 0
+
+
+def test_without_staleness_every_token_has_lag_zero(tmp_path: Path, model: str) -> None:
+    with train(tmp_path, *TOY, model, "num_steps=5", "max_staleness=0") as run:
+        result = run.finish(120)
+    assert result["lag_max"] == 0
+    assert result["lag_hist"][1:] == [0] * (len(result["lag_hist"]) - 1)
+    assert_books_balance(result, trained=20)
+
+
+def test_a_rollout_killed_mid_group_costs_nothing_but_time(tmp_path: Path, model: str) -> None:
+    with train(tmp_path, *TOY, model, "num_steps=25", "rollout.count=2", "learner.threads=1") as run:
+        run.wait_until("version 3", lambda: _version(run) >= 3, 120)
+        victim = run.wait_until("rollout-0", lambda: run.pids("async_rl.rollout", "rollout-0"), 10)[0]
+        os.kill(victim, signal.SIGKILL)
+        result = run.finish(150)
+    assert "rollout-0#" in run.text() and "starting it again" in run.text()
+    assert result["lag_max"] <= 2
+    assert_books_balance(result, trained=100)
+
+
+def test_a_frozen_rollout_is_expelled_by_name_and_the_run_goes_on(tmp_path: Path, model: str) -> None:
+    quick = ("transport.heartbeat_s=0.3", "transport.heartbeat_timeout_s=3", "weights.phase_timeout_s=5")
+    with train(tmp_path, *TOY, *quick, model, "num_steps=40", "rollout.count=2") as run:
+        run.wait_until("version 3", lambda: _version(run) >= 3, 120)
+        frozen = run.pids("async_rl.rollout", "rollout-1")
+        for pid in frozen:
+            os.kill(pid, signal.SIGSTOP)
+        run.wait_until("the expulsion", lambda: "rollout-1#" in run.text() and "expelled" in run.text(), 30)
+        at = _version(run)
+        run.wait_until("steps without it", lambda: _version(run) >= at + 2, 60)
+        for pid in frozen:
+            os.kill(pid, signal.SIGCONT)
+        result = run.finish(150)
+    assert_books_balance(result, trained=160)
+
+
+def test_a_killed_learner_resumes_from_its_checkpoint_with_the_rollout_left_running(tmp_path: Path, model: str) -> None:
+    with train(tmp_path, *TOY, model, "num_steps=30", "checkpoint.every=5") as run:
+        run.wait_until("a checkpoint and a step more", lambda: _version(run) >= 7, 120)
+        rollout = run.pids("async_rl.rollout", "rollout-0")
+        for pid in run.pids("async_rl.learner"):
+            os.kill(pid, signal.SIGKILL)
+        run.wait_until("the second life", lambda: "resumed version" in run.text(), 90)
+        result = run.finish(150)
+        assert run.pids("async_rl.rollout", "rollout-0") in (rollout, [])
+    steps = [row["step"] for row in run.steps()]
+    assert steps == list(range(1, 31)), "each step stands once in the metrics of the surviving timeline"
+    assert {row["incarnation"] for row in run.steps()} == {1, 2}
+    assert_books_balance(result, trained=120)
+
+
+def test_sigterm_saves_ends_the_rollouts_and_the_run_can_be_continued(tmp_path: Path, model: str) -> None:
+    with train(tmp_path, *TOY, model, "num_steps=12", "checkpoint.every=0") as run:
+        run.wait_until("version 2", lambda: _version(run) >= 2, 120)
+        run.popen.send_signal(signal.SIGTERM)
+        assert run.popen.wait(60) == 128 + signal.SIGTERM
+        assert "checkpoint of version" in run.text()
+        deadline = time.monotonic() + 10
+        while run.pids() and time.monotonic() < deadline:
+            time.sleep(0.1)
+        assert run.pids() == [], "no process outlives the run"
+    with train(tmp_path, *TOY, model, "num_steps=12", "checkpoint.every=0") as again:
+        result = again.finish(120)
+    assert [row["step"] for row in again.steps()] == list(range(1, 13))
+    assert_books_balance(result, trained=48)
+
+
+def test_a_reward_that_always_raises_ends_the_run_with_its_error(tmp_path: Path, model: str) -> None:
+    reward = "data.reward=tests.reward_functions:raises"
+    with train(tmp_path, *TOY, model, "num_steps=5", "eval.draws=0", reward) as run:
+        assert run.popen.wait(120) == 4
+    assert "unscorable" in run.text()
+    assert "Traceback" not in run.text()
+
+
+def test_when_the_launcher_is_killed_nothing_is_left(tmp_path: Path, model: str) -> None:
+    with train(tmp_path, *TOY, model, "num_steps=1000") as run:
+        run.wait_until("version 1", lambda: _version(run) >= 1, 120)
+        os.kill(run.popen.pid, signal.SIGKILL)
+        run.popen.wait(5)
+        deadline = time.monotonic() + 10
+        while run.pids() and time.monotonic() < deadline:
+            time.sleep(0.1)
+        assert run.pids() == []
