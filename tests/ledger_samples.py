@@ -66,11 +66,18 @@ def make_group(record: Record, versions: list[int], incarnations: list[int] | in
     return Group(**(values | changes))
 
 
+def packed(data: Any) -> bytes:
+    """MessagePack, as a checkpoint would hold it."""
+    result = msgpack.packb(data)
+    assert isinstance(result, bytes)
+    return result
+
+
 def pack_group(group: Group) -> list[bytes]:
     """A stand-in for the transport's codec."""
     head = [group.group_id, list(group.attempt), group.split, group.rollout_id, np.asarray(group.prompt_ids).tolist()]
     body = [[t.versions.tolist(), t.incarnations.tolist(), t.mask.tolist()] for t in group.trajectories]
-    return [msgpack.packb(head), msgpack.packb(body)]
+    return [packed(head), packed(body)]
 
 
 def unpack_group(frames: list[bytes]) -> Group:
@@ -82,7 +89,7 @@ def unpack_group(frames: list[bytes]) -> Group:
 
 def reload(ledger: Ledger, incarnation: int, **changes: Any) -> Ledger:
     """What the next life of the learner makes of this ledger's checkpoint, through MessagePack."""
-    state = msgpack.unpackb(msgpack.packb(ledger.state_dict(pack_group)))
+    state = msgpack.unpackb(packed(ledger.state_dict(pack_group)))
     fresh = Ledger(changes.pop("rules", ledger.rules), incarnation, changes.pop("version", state["version"]))
     fresh.load_state_dict(state, unpack_group)
     return fresh

@@ -21,7 +21,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from async_rl.data.ledger import Ledger
 from async_rl.data.record import Record, State
 from async_rl.types import Attempt, Group
-from tests.ledger_samples import GROUP_BYTES, make_group, make_prompt, make_rules, pack_group, unpack_group
+from tests.ledger_samples import GROUP_BYTES, make_group, make_prompt, make_rules, pack_group, packed, unpack_group
 
 NAMES = ("r0", "r1", "r2")
 RNG = st.randoms(use_true_random=False)
@@ -189,7 +189,7 @@ class LedgerMachine(RuleBasedStateMachine):
 
     @rule(rng=RNG)
     def checkpoint(self, rng: random.Random) -> None:
-        state = msgpack.packb(self.ledger.state_dict(pack_group))
+        state = packed(self.ledger.state_dict(pack_group))
         self.checkpoints.append(Saved(state, self.ledger.version, self.num_prompts, dict(self.first), dict(self.done)))
 
     @rule(rng=RNG)
