@@ -12,7 +12,7 @@ import multiprocessing
 import statistics
 import time
 from collections.abc import Callable
-from multiprocessing.connection import Connection
+from multiprocessing.queues import SimpleQueue
 
 import numpy as np
 import zmq
@@ -24,7 +24,7 @@ from async_rl.transport.zmq import ZmqHub, ZmqLink
 from async_rl.types import Attempt, Group, Trajectory
 
 NUM_SIBLINGS, NUM_TOKENS, PROMPT_TOKENS = 8, 1000, 200
-NUM_GROUPS, NUM_ROUNDS = 500, 7
+NUM_GROUPS, NUM_ROUNDS = 400, 6
 MAX_BYTES = 64 << 20
 
 
@@ -36,7 +36,7 @@ def make_group(group_id: int) -> Group:
     return Group(group_id, Attempt(1, 0), "train", "rollout-0#1", prompt, (sibling,) * NUM_SIBLINGS)
 
 
-def send(orders: Connection, control: str, data: str, bare: str) -> None:
+def send(orders: SimpleQueue[str], control: str, data: str, bare: str) -> None:
     """The sender process: for each order "ours" or "bare", one round; until "stop"."""
 
     async def serve() -> None:
@@ -47,7 +47,7 @@ def send(orders: Connection, control: str, data: str, bare: str) -> None:
         push.connect(bare)
         group = make_group(0)
         frames = encode_group(group)
-        while (order := orders.recv()) != "stop":
+        while (order := orders.get()) != "stop":
             for _ in range(NUM_GROUPS):
                 if order == "ours":
                     await link.push(group)
@@ -59,9 +59,9 @@ def send(orders: Connection, control: str, data: str, bare: str) -> None:
     asyncio.run(serve())
 
 
-def timed_round(orders: Connection, order: str, receive: Callable[[], int]) -> float:
+def timed_round(orders: SimpleQueue[str], order: str, receive: Callable[[], int]) -> float:
     """Groups per second of one round, from the first to the last that `receive` counts."""
-    orders.send(order)
+    orders.put(order)
     num = receive()
     started, first = time.perf_counter(), num
     while num < NUM_GROUPS:
@@ -75,8 +75,8 @@ def main() -> None:
     pull.set_hwm(DATA_QUEUE)
     bare = f"tcp://127.0.0.1:{pull.bind_to_random_port('tcp://127.0.0.1')}"
     spawn = multiprocessing.get_context("spawn")
-    orders, theirs = spawn.Pipe()
-    sender = spawn.Process(target=send, args=(theirs, hub.control_address, hub.data_address, bare), daemon=True)
+    orders: SimpleQueue[str] = spawn.SimpleQueue()
+    sender = spawn.Process(target=send, args=(orders, hub.control_address, hub.data_address, bare), daemon=True)
     sender.start()
 
     def ours() -> int:
@@ -91,7 +91,7 @@ def main() -> None:
             rate = timed_round(orders, order, receive)
             if turn > 0:  # the first warms both up
                 rates[order].append(rate)
-    orders.send("stop")
+    orders.put("stop")
     sender.join(10)
     hub.close(0)
     pull.close(0)

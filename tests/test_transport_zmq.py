@@ -372,7 +372,7 @@ def _use_in_child(hub: ZmqHub, queue: Any) -> None:
 def test_a_forked_child_is_refused_and_the_parent_goes_on(hub: ZmqHub) -> None:
     context = multiprocessing.get_context("fork")
     queue = context.Queue()
-    child = context.Process(target=_use_in_child, args=(hub, queue))
+    child = context.Process(target=_use_in_child, args=(hub, queue), daemon=True)
     child.start()
     assert "after a fork" in queue.get(timeout=20)
     child.join(20)

@@ -259,8 +259,9 @@ def _views(header: _Header, frames: Sequence[Frame]) -> dict[str, np.ndarray]:
             raise BadMessage("shape", f"{name} has {count} entries for {total} response tokens")
         if len(frame) != count * dtype.itemsize:
             raise BadMessage("shape", f"{name} has {len(frame)} bytes for {count} entries of {dtype.str}")
+        array = np.frombuffer(frame, dtype)
         # zmq hands out small frames at any address of its buffer: those, and only those, are copied into line
-        arrays[name] = np.require(np.frombuffer(frame, dtype), requirements="A")
+        arrays[name] = array if array.flags.aligned else array.copy()
     return arrays
 
 
