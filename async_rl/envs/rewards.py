@@ -113,7 +113,7 @@ class RewardPool:
 def as_score(value: Any) -> tuple[float, str]:
     """(finite float, "") from whatever a reward returned, or (NaN, reason).
 
-    Accepted: int, float, bool, their numpy kinds, anything with one element and `.item()`, {"score": x}, {"reward": x} (BR-087).
+    Accepted: int, float, bool, their numpy kinds, 0-d arrays and tensors, {"score": x} or {"reward": x} of these (BR-087).
     """
     if isinstance(value, dict):
         found = [key for key in SCORE_KEYS if key in value]

@@ -16,7 +16,7 @@ from async_rl.types import Completion, Prompt, Sampling, Trajectory
 
 class SingleTurn:
     async def run(self, prompt: Prompt, sampling: Sampling, generate: Generate, score: Score, decode: Decode) -> Trajectory:
-        """Generate once and score the text. An aborted, failed or empty answer keeps its tokens, gets reward NaN and an error."""
+        """Generate once, score the text. An answer that cannot be scored keeps its tokens, with reward NaN and an error."""
         completion = await generate(prompt.token_ids, sampling)
         error = _unscorable(completion)
         reward = math.nan

@@ -11,9 +11,6 @@ Shape legend: N questions, B questions of a batch, L tokens of question and answ
 
 from __future__ import annotations
 
-import json
-import os
-import shutil
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -28,6 +25,7 @@ from async_rl.config import Config, DataConfig, EvalConfig, ModelConfig, Rollout
 from async_rl.envs.rewards import exact_last_field
 from async_rl.envs.tasks import build_prompts
 from async_rl.envs.text import decoder
+from async_rl.recipes.folder import write_folder
 from async_rl.recipes.tokenizer import BOS, EOS, PAD, VOCAB, character_tokenizer
 from async_rl.types import Prompt
 
@@ -106,7 +104,7 @@ def make_tiny(out: Path, seed: int) -> dict[str, Any]:
         "seconds": round(time.monotonic() - started, 1),
         "cpu_seconds": round(time.process_time() - cpu_started, 1),
     }
-    _save(out, model, tokenizer, recipe)
+    write_folder(out, model, tokenizer, recipe)
     return recipe
 
 
@@ -130,7 +128,9 @@ def new_model(seed: int) -> Qwen3ForCausalLM:
         eos_token_id=EOS,
         dtype=torch.float32,
     )
-    return Qwen3ForCausalLM(config)
+    model = Qwen3ForCausalLM(config)
+    model.generation_config = GenerationConfig(bos_token_id=BOS, eos_token_id=EOS, pad_token_id=PAD)
+    return model
 
 
 def lessons(prompts: Sequence[Prompt]) -> Lessons:
@@ -150,9 +150,7 @@ def lessons(prompts: Sequence[Prompt]) -> Lessons:
     return Lessons(padded[0], padded[1], torch.tensor(lengths), p_wrong)
 
 
-def _warm_up(
-    model: Qwen3ForCausalLM, taught: Lessons, heldout: Sequence[Prompt], decode: Any, seed: int
-) -> tuple[float, int]:
+def _warm_up(model: Qwen3ForCausalLM, taught: Lessons, heldout: Sequence[Prompt], decode: Any, seed: int) -> tuple[float, int]:
     """Train in place; returns (greedy held-out accuracy, steps). Rounds are added while the accuracy is out of the band."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=PEAK_LR, betas=(0.9, 0.98), weight_decay=0.01, fused=True)
     generator = torch.Generator().manual_seed(seed)
@@ -222,16 +220,3 @@ def _greedy(model: Qwen3ForCausalLM, ids_BL: torch.Tensor) -> np.ndarray:
         cache, ids_BL = out.past_key_values, out.logits[:, -1:].argmax(-1)
         new.append(ids_BL)
     return torch.cat(new, dim=1).numpy()
-
-
-def _save(out: Path, model: Qwen3ForCausalLM, tokenizer: Any, recipe: dict[str, Any]) -> None:
-    """Write beside `out`, then rename: a killed recipe leaves no folder that looks complete."""
-    out.parent.mkdir(parents=True, exist_ok=True)
-    draft = out.with_name(f".{out.name}.{os.getpid()}")
-    model.generation_config = GenerationConfig(bos_token_id=BOS, eos_token_id=EOS, pad_token_id=PAD)
-    model.save_pretrained(draft)
-    tokenizer.save_pretrained(draft)
-    (draft / "recipe.json").write_text(json.dumps(recipe, indent=2) + "\n")
-    if out.exists():
-        shutil.rmtree(out)
-    draft.rename(out)

@@ -62,7 +62,11 @@ def _dataset(data: DataConfig, seed: int) -> Any:
 def _check_division(data: DataConfig) -> None:
     """Without parentheses this generator divides by another number than the one it prints: '5 / 9' has the answer 10."""
     options = data.options
-    if data.dataset == "basic_arithmetic" and options.get("allow_parentheses") is False and "/" in options.get("operators", "/"):
+    if (
+        data.dataset == "basic_arithmetic"
+        and options.get("allow_parentheses") is False
+        and "/" in options.get("operators", "/")
+    ):
         raise TaskError(
             "data.options.operators of 'basic_arithmetic' holds '/' with allow_parentheses=false, where the library's answers "
             "do not fit its questions: leave '/' out, for example operators: ['+', '-']"

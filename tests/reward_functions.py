@@ -1,0 +1,41 @@
+"""Reward functions that misbehave, for tests/test_rewards.py; the pool imports them by name in its own processes."""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import Any
+
+import numpy as np
+
+
+def returns(prompt: str, answer: str, *, value: Any, **_: Any) -> Any:
+    return value
+
+
+def returns_numpy(prompt: str, answer: str, **_: Any) -> Any:
+    return np.float32(0.25)
+
+
+async def waits(prompt: str, answer: str, *, value: float, **_: Any) -> float:
+    return value
+
+
+def hangs_if_asked(prompt: str, answer: str, **_: Any) -> float:
+    while answer == "hang":
+        time.sleep(0.01)
+    return 1.0
+
+
+def raises(prompt: str, answer: str, **_: Any) -> float:
+    raise ValueError("no such\nplanet")
+
+
+def exits(prompt: str, answer: str, **_: Any) -> float:
+    if answer == "exit":
+        os._exit(7)
+    return 1.0
+
+
+def pid(prompt: str, answer: str, **_: Any) -> int:
+    return os.getpid()

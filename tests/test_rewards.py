@@ -1,0 +1,265 @@
+"""What an answer is worth, whatever the function that says so does."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from async_rl.envs.rewards import RewardError, RewardPool, as_score, exact_last_field, first_integer
+from async_rl.types import Prompt
+
+HERE = "tests.reward_functions"
+ROOT = str(Path(__file__).parents[1])
+
+
+def prompt(**fields: Any) -> Prompt:
+    return Prompt("p", np.array([1, 2], dtype=np.int32), "1+2=", fields)
+
+
+@contextmanager
+def pool(function: str, num_workers: int = 1, timeout_s: float = 20.0) -> Iterator[RewardPool]:
+    scorer = RewardPool(f"{HERE}:{function}", num_workers, timeout_s)
+    try:
+        yield scorer
+    finally:
+        scorer.close()
+
+
+def children() -> set[int]:
+    """The spawned processes that any thread of this one started."""
+    found = {int(pid) for task in Path("/proc/self/task").iterdir() for pid in (task / "children").read_text().split()}
+    return {pid for pid in found if is_scorer(pid)}
+
+
+def is_scorer(pid: int) -> bool:
+    try:
+        return "spawn_main" in Path(f"/proc/{pid}/cmdline").read_text()
+    except OSError:
+        return False
+
+
+@pytest.fixture(autouse=True)
+def _workers_find_the_functions(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(ROOT)
+
+
+class ZeroDim:
+    """Stands for a 0-d tensor of any library."""
+
+    shape = ()
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def item(self) -> Any:
+        return self.value
+
+
+@pytest.mark.parametrize(
+    "value", [True, 1, 1.0, np.float64(1), np.bool_(True), np.array(1), ZeroDim(1.0), {"score": 1}, {"reward": 1}]
+)
+def test_one_number_in_any_dress_is_a_score(value: Any) -> None:
+    score, error = as_score(value)
+    assert (score, type(score), error) == (1.0, float, "")
+
+
+@pytest.mark.parametrize(
+    ("value", "says"),
+    [
+        ("1.0", "str"),
+        (None, "NoneType"),
+        ((1.0, {}), "tuple"),
+        ([1.0], "list"),
+        (np.array([1.0]), "ndarray"),
+        ({"value": 1}, "value"),
+        ({"score": "1"}, "str"),
+        (math.nan, "nan"),
+        (-math.inf, "-inf"),
+        (1j, "complex"),
+    ],
+)
+def test_what_is_not_one_finite_number_is_refused_with_its_type(value: Any, says: str) -> None:
+    score, error = as_score(value)
+    assert math.isnan(score)
+    assert says in error
+
+
+@pytest.mark.parametrize(
+    ("answer", "exact", "first"),
+    [
+        ("15 85", 1.0, 0.0),
+        ("85", 1.0, 1.0),
+        (" 85 \n", 1.0, 1.0),
+        ("85 15", 0.0, 1.0),
+        ("15 85.", 0.0, 0.0),
+        ("15  85", 1.0, 0.0),
+        ("15 185", 0.0, 0.0),
+        ("The sum is 85!", 0.0, 1.0),
+        ("-85", 0.0, 0.0),
+        ("", 0.0, 0.0),
+        ("I don't know.", 0.0, 0.0),
+    ],
+)
+def test_built_in_rewards_pay_for_the_exact_answer_only(answer: str, exact: float, first: float) -> None:
+    assert exact_last_field("47+38=", answer, target="85", question="?") == exact
+    assert first_integer("47+38=", answer, target="85", question="?") == first
+
+
+def test_a_hundred_answers_are_scored_by_workers_that_load_the_function_once() -> None:
+    async def run(scorer: RewardPool) -> set[tuple[float, str]]:
+        return set(await asyncio.gather(*(scorer.score(prompt(), "x") for _ in range(100))))
+
+    with pool("pid", num_workers=2) as scorer:
+        scored = asyncio.run(run(scorer))
+    assert {error for _, error in scored} == {""}
+    assert 1 <= len(scored) <= 2
+    assert os.getpid() not in {int(pid) for pid, _ in scored}
+
+
+def test_async_functions_and_numpy_results_cross_the_process_border() -> None:
+    with pool("waits") as scorer:
+        assert asyncio.run(scorer.score(prompt(value=0.5), "x")) == (0.5, "")
+    with pool("returns_numpy") as scorer:
+        assert asyncio.run(scorer.score(prompt(), "x")) == (0.25, "")
+
+
+def test_what_goes_wrong_in_the_function_costs_one_answer_and_says_why() -> None:
+    with pool("raises") as scorer:
+        score, error = asyncio.run(scorer.score(prompt(), "x"))
+    assert math.isnan(score)
+    assert error == f"reward {HERE}:raises raised ValueError: no such planet"
+    with pool("returns") as scorer:
+        score, error = asyncio.run(scorer.score(prompt(value="1.0"), "x"))
+    assert math.isnan(score)
+    assert error == f"reward {HERE}:returns returned a str, not one number"
+
+
+def test_a_function_that_ends_its_process_costs_one_answer() -> None:
+    async def run(scorer: RewardPool) -> list[tuple[float, str]]:
+        return [await scorer.score(prompt(), answer) for answer in ("exit", "x")]
+
+    with pool("exits") as scorer:
+        (score, error), after = asyncio.run(run(scorer))
+    assert math.isnan(score)
+    assert "code 7" in error
+    assert after == (1.0, "")
+
+
+def test_after_twenty_timeouts_the_pool_has_as_many_children_as_before() -> None:
+    async def run(scorer: RewardPool) -> list[tuple[float, str]]:
+        hung = await asyncio.gather(*(scorer.score(prompt(), "hang") for _ in range(20)))
+        return [*hung, await scorer.score(prompt(), "x")]
+
+    before = children()
+    with pool("hangs_if_asked", num_workers=2, timeout_s=0.05) as scorer:
+        *hung, after = asyncio.run(run(scorer))
+        assert len(children() - before) == 2
+    assert all(math.isnan(score) and "longer than 0.05 s" in error for score, error in hung)
+    assert after == (1.0, "")
+    assert children() == before
+
+
+def test_the_event_loop_runs_on_while_a_reward_hangs() -> None:
+    async def run(scorer: RewardPool) -> float:
+        hung = asyncio.create_task(scorer.score(prompt(), "hang"))
+        longest, last = 0.0, time.monotonic()
+        while not hung.done():
+            await asyncio.sleep(0.005)
+            longest, last = max(longest, time.monotonic() - last), time.monotonic()
+        return longest
+
+    with pool("hangs_if_asked", timeout_s=2.0) as scorer:
+        assert asyncio.run(run(scorer)) < 1.0
+
+
+def test_a_pool_whose_idle_workers_were_killed_starts_new_ones() -> None:
+    async def run(scorer: RewardPool) -> list[tuple[float, str]]:
+        for _ in range(100):  # until pebble has seen it, answers may be lost, one by one and with a reason
+            scored = await scorer.score(prompt(), "x")
+            if not scored[1]:
+                return [scored]
+            await asyncio.sleep(0.1)
+        return []
+
+    before = children()
+    with pool("exits", timeout_s=5.0) as scorer:
+        (worker,) = children() - before
+        os.kill(worker, signal.SIGKILL)
+        time.sleep(1.0)
+        assert asyncio.run(run(scorer)) == [(1.0, "")]
+
+
+def test_closing_does_not_wait_for_a_function_that_hangs() -> None:
+    async def run(scorer: RewardPool) -> None:
+        hung = asyncio.create_task(scorer.score(prompt(), "hang"))
+        await asyncio.sleep(0.5)
+        started = time.monotonic()
+        await asyncio.to_thread(scorer.close)
+        assert time.monotonic() - started < 10
+        hung.cancel()
+        await asyncio.gather(hung, return_exceptions=True)
+
+    before = children()
+    asyncio.run(run(RewardPool(f"{HERE}:hangs_if_asked", 1, 60.0)))
+    assert children() == before
+
+
+@pytest.mark.parametrize(
+    ("reward", "says"),
+    [
+        ("no.such.module:f", "ModuleNotFoundError"),
+        ("tests.reward_functions:nothing", "AttributeError"),
+        ("tests.reward_functions:HERE_TOO", "AttributeError"),
+        ("tests.reward_functions", "package.module:function"),
+        ("tests.reward_functions:np", "is a module, not a function"),
+    ],
+)
+def test_a_reward_that_cannot_be_loaded_is_refused_at_the_start(reward: str, says: str) -> None:
+    with pytest.raises(RewardError, match=r"^data\.reward is '" + reward) as refused:
+        RewardPool(reward, 1, 1.0)
+    assert says in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+ORPHANS = """
+import asyncio, os, sys, time
+import numpy as np
+from async_rl.envs.rewards import RewardPool
+from async_rl.types import Prompt
+if __name__ == "__main__":
+    pool = RewardPool("tests.reward_functions:hangs_if_asked", 2, 600.0)
+    async def main():
+        hung = asyncio.create_task(pool.score(Prompt("p", np.array([1]), "t"), "hang"))
+        await asyncio.sleep(0.5)
+        print(*(w for w in pool._pool._pool_manager.worker_manager.workers), flush=True)
+        await hung
+    asyncio.run(main())
+"""
+
+
+def test_a_killed_rollout_leaves_no_scorer_behind_even_one_that_hangs(tmp_path: Path) -> None:
+    script = tmp_path / "main.py"
+    script.write_text(ORPHANS)
+    with subprocess.Popen(
+        [sys.executable, str(script)], stdout=subprocess.PIPE, text=True, env=os.environ | {"PYTHONPATH": ROOT}
+    ) as parent:
+        assert parent.stdout is not None
+        workers = list(map(int, parent.stdout.readline().split()))
+        parent.kill()
+    assert len(workers) == 2
+    deadline = time.monotonic() + 20
+    while any(map(is_scorer, workers)):
+        assert time.monotonic() < deadline, "a scorer outlived its rollout"
+        time.sleep(0.1)
