@@ -285,6 +285,16 @@ def test_lag_counts_trainable_tokens_and_a_token_from_the_future_is_an_error():
         diagnostics.lag_histogram(np.array([-1]), np.array([True]), 2)
 
 
+def test_mismatch_and_correction_figures_are_those_of_paper_and_pencil():
+    prox, behav, mask = f64(0.5, 1.5, 3).log(), f64(0, 0, 0), everything(3)
+    means = diagnostics.mismatch(prox, behav, mask, "_lag0").means
+    assert float(means["mismatch/k3_lag0"][0]) == pytest.approx(0.5 + 1.5 + 3 - 3 - math.log(2.25))
+    assert float(means["mismatch/k1_lag0"][0]) == pytest.approx(-math.log(2.25))
+    cut = diagnostics.correction(prox, behav, CORRECTIONS["token_truncate"](prox, behav, mask, 2.0), mask).means
+    assert [float(x) for x in cut["is/trunc_frac_high"]] == [1, 3]
+    assert float(cut["is/weight_mean"][0]) == pytest.approx(4.0)
+
+
 def test_figures_of_nothing_are_zero_not_nan():
     assert diagnostics.ess(0.0, 0.0) == 0
     assert set(diagnostics.lengths([], [], []).values()) == {0.0}

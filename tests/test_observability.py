@@ -231,6 +231,7 @@ def test_a_finished_run_gets_a_small_self_contained_page_with_figure_result_and_
     assert "data:image/png;base64," in text
     assert "<th>trained<td>640" in text
     assert "&lt;40&gt; steps" in text
+    assert "<40>" not in text
     assert 'src="http' not in text
     assert len(text) < 400_000
 
