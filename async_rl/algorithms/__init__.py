@@ -5,5 +5,5 @@ Each family is a registry, `dict[str, function]`, keyed by the name a config use
 
 Shape legend: N trajectories, R response tokens (flat, trajectory after trajectory), G siblings of one group.
 Invariant: what stands at a masked position, be it NaN or infinity, changes neither a value nor a gradient.
-Formulas, paper ids and worked numbers: docs/algorithms.md and tests/golden/algorithms.json.
+Each docstring gives its paper id; worked numbers are in tests/golden/algorithms.json.
 """
