@@ -118,6 +118,8 @@ class PolicyUpdate:
         tally = Tally()
         if part.denominator == 0:
             return tally, "no trainable token"
+        # Each rank counts 1/D of this mini-batch, so that sums over ranks and micro-batches give its loss.
+        tally.add("loss", 0.0, 1.0 / self.num_ranks)
         bad_losses = 0
         for last, scored in self._micro_batches(batch, part, boundary):
             self.policy.sync_gradients(last)
@@ -152,7 +154,6 @@ class PolicyUpdate:
         )
         scale_T = token_scales(c.aggregation, all_T, scored.sequence_T, tensors.num_tokens_N)
         loss = contribution(token_loss.loss, scale_T, all_T, self.num_ranks, n)
-        # Each rank counts 1/D of this mini-batch, so that sums over ranks and micro-batches give its loss.
         tally.add("loss", loss.item() / self.num_ranks, 0.0)
         tally.collect(diagnostics.mismatch(prox_T, behav_T, all_T))
         tally.collect(diagnostics.mismatch(prox_T, behav_T, tensors.lags_R[slots_T] == 0, "_lag0"))
