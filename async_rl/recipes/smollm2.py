@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, GgufConfig
+from transformers.utils.logging import disable_progress_bar
 
 from async_rl.config import ConfigError
 from async_rl.recipes.folder import write_folder
@@ -23,6 +24,7 @@ FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 def make_smollm2(out: Path) -> dict[str, Any]:
     """Write the model to `out`; returns what `out/recipe.json` holds. Raises ConfigError when the package is missing."""
+    disable_progress_bar()  # a redrawn bar is noise in a log
     started, cpu_started = time.monotonic(), time.process_time()
     folder = gguf_folder()
     print(f"smollm2: converting {FILE} to float32", flush=True)

@@ -20,6 +20,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from transformers import GenerationConfig, Qwen3Config, Qwen3ForCausalLM
+from transformers.utils.logging import disable_progress_bar
 
 from async_rl.config import Config, DataConfig, EvalConfig, ModelConfig, RolloutConfig
 from async_rl.envs.rewards import exact_last_field
@@ -79,6 +80,7 @@ def make_tiny(out: Path, seed: int) -> dict[str, Any]:
 
     Returns what `out/recipe.json` holds: accuracy (greedy, held out, before reinforcement learning), steps, seconds.
     """
+    disable_progress_bar()
     started, cpu_started = time.monotonic(), time.process_time()
     torch.set_num_threads(1)
     tokenizer = character_tokenizer(MAX_MODEL_LEN)
