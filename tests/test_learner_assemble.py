@@ -1,0 +1,108 @@
+"""From groups to a batch, and from rows to the result: what a step trains on and what a run says of itself."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import numpy as np
+import pytest
+
+from async_rl.config import AlgorithmConfig
+from async_rl.data.record import Record
+from async_rl.learner.assemble import assemble
+from async_rl.learner.results import summarize
+from async_rl.types import Attempt, Group, Trajectory
+
+from .ledger_samples import make_prompt, make_trajectory
+
+
+def _record(group_id: int, trajectories: list[Trajectory]) -> Record:
+    prompt, attempt = make_prompt(group_id), Attempt(1, 0)
+    group = Group(group_id, attempt, "train", "r#1", prompt.token_ids, tuple(trajectories))
+    return Record(group_id, prompt, attempt, attempt, born=0, payload=group)
+
+
+def _answers(rewards: list[float], num_tokens: int = 3) -> list[Trajectory]:
+    return [dataclasses.replace(make_trajectory([0] * num_tokens), reward=reward) for reward in rewards]
+
+
+def test_lag_is_counted_per_token_at_consumption() -> None:
+    answers = [dataclasses.replace(make_trajectory([3, 3, 4, 5]), reward=r) for r in (0.0, 1.0)]
+    batch, metrics = assemble([_record(0, answers)], 5, AlgorithmConfig(), 2, 0)
+    assert batch.lags.tolist() == [2, 2, 1, 0] * 2
+    assert metrics["lag/max"] == 2
+    assert metrics["lag/hist"] == [2, 2, 4, 0]
+    assert metrics["staleness/versions_per_trajectory"] == 3
+
+
+def test_an_unscorable_answer_is_masked_and_does_not_move_its_siblings() -> None:
+    good = _answers([1.0, 0.0, 0.0])
+    for junk in (math.nan, 100.0):
+        bad = dataclasses.replace(make_trajectory([0, 0]), reward=junk, error="the reward raised")
+        batch, metrics = assemble([_record(0, [*good, bad])], 0, AlgorithmConfig(), 2, 0)
+        assert batch.mask.tolist() == [True] * 9 + [False] * 2
+        assert np.allclose(batch.advantages[[0, 3, 6]], [1.1547, -0.57735, -0.57735], atol=1e-4)
+        assert metrics["reward/num_invalid"] == 1
+
+
+@pytest.mark.parametrize(("choice", "trained"), [("keep", 12), ("mask", 6)])
+def test_groups_without_variance_are_kept_with_advantage_zero_or_masked(choice: str, trained: int) -> None:
+    records = [_record(0, _answers([1.0, 1.0])), _record(1, _answers([0.0, 1.0]))]
+    algorithm = AlgorithmConfig.model_validate({"zero_variance": choice})
+    batch, metrics = assemble(records, 0, algorithm, 2, 0)
+    assert int(batch.mask.sum()) == trained
+    assert not batch.advantages[:6].any()
+    assert metrics["group/zero_var_frac"] == 0.5
+
+
+def test_shuffled_rewards_are_the_same_rewards_elsewhere_and_reported_unshuffled() -> None:
+    records = [_record(i, _answers([float(i % 2)] * 4)) for i in range(8)]
+    algorithm = AlgorithmConfig(shuffle_rewards=True)
+    batch, metrics = assemble(records, 3, algorithm, 2, 0)
+    assert batch.advantages.any(), "groups of equal rewards now differ within"
+    assert metrics["reward/mean"] == 0.5
+    again, _ = assemble(records, 3, algorithm, 2, 0)
+    assert (again.advantages == batch.advantages).all()
+
+
+def test_answers_without_tokens_and_empty_batches_do_not_crash() -> None:
+    empty = [dataclasses.replace(make_trajectory([]), reward=1.0) for _ in range(2)]
+    batch, _ = assemble([_record(0, empty)], 0, AlgorithmConfig(), 2, 0)
+    assert batch.num_trajectories == 0
+    mixed, _ = assemble([_record(0, [*empty[:1], *_answers([0.0, 1.0])])], 0, AlgorithmConfig(), 2, 0)
+    assert mixed.num_trajectories == 2
+
+
+def test_the_result_can_be_recomputed_from_the_rows() -> None:
+    steps = [
+        {
+            "version": k,
+            "reward/mean": k / 10,
+            "batch/num_tokens": 10 * k,
+            "batch/num_samples": 4,
+            "lag/mean": float(k % 2),
+            "lag/max": k % 2,
+            "lag/hist": [1, k, 0],
+            "time/step_s": 2.0,
+            "idle/batch_s": 0.5,
+        }
+        for k in range(1, 11)
+    ]
+    evals = [{"eval/version": v, "eval/accuracy": a} for v, a in ((0, 0.3), (5, 0.5), (8, 0.9), (10, 0.7))]
+    result = summarize([evals[0], *steps, *evals[1:]], {"balanced": True})
+    assert result["reward_first"] == pytest.approx(0.3)
+    assert result["reward_last"] == pytest.approx(0.8)
+    assert result["eval_first"] == 0.3
+    assert result["eval_last"] == 0.7, "the median of the last three"
+    assert result["lag_mean"] == pytest.approx(250 / 550), "weighted by tokens"
+    assert result["lag_max"] == 1
+    assert result["lag_hist"] == [10, 55, 0]
+    assert result["samples_per_s"] == 2.0
+    assert result["idle_s"]["batch"] == 5.0
+
+
+def test_a_run_that_ended_before_its_first_step_has_a_result_too() -> None:
+    result = summarize([], {"balanced": True})
+    assert result["steps"] == 0
+    assert result["eval_last"] is None

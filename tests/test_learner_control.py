@@ -1,0 +1,152 @@
+"""Control plane and publisher against scripted members: who is admitted, leased, served, expelled."""
+
+from __future__ import annotations
+
+import math
+import time
+
+import pytest
+import torch
+
+from async_rl.learner.failure import RunFailed
+from async_rl.transport.messages import Ack, Error, Goodbye, Heartbeat, Lease
+
+from .scripted_members import Rollout, Scene, make_config
+
+pytestmark = pytest.mark.timeout(60)
+
+
+def _said(rollout: Rollout, kind: type) -> list:
+    return [m for m in rollout.messages if isinstance(m, kind)]
+
+
+def test_a_joining_rollout_gets_the_weights_bit_for_bit_before_its_first_lease() -> None:
+    with Scene() as scene:
+        rollout = Rollout(scene, "rollout-0")
+        scene.until("leases", lambda: len(rollout.leases) >= 4)
+        assert torch.equal(rollout.received["w"], scene.weights[0][1])
+        kinds = [type(m).__name__ for m in rollout.messages if not isinstance(m, Heartbeat)]
+        assert kinds.index("Commit") < kinds.index("Lease")
+        assert len(rollout.leases) == 4, "the window of max_staleness 1 is two steps of two groups"
+
+
+def test_a_rollout_built_from_another_config_is_told_both_digests_and_never_joins() -> None:
+    with Scene() as scene:
+        rollout = Rollout(scene, "rollout-0", config_digest="another")
+        (refusal,) = scene.until("refusal", lambda: _said(rollout, Error))
+        assert refusal.code == "fatal"
+        assert "another" in refusal.text and "config" in refusal.text
+        assert len(scene.control.members) == 0
+
+
+def test_a_peer_that_never_said_hello_is_told_to() -> None:
+    with Scene() as scene:
+        rollout = Rollout(scene, "rollout-0")
+        scene.until("join", lambda: rollout.rollout_id)
+        scene.hub.listeners[b"stranger"] = rollout.messages.append
+        scene.hub.say(b"stranger", Heartbeat())
+        errors = scene.until("answer", lambda: _said(rollout, Error))
+        assert errors[0].code == "rejoin"
+
+
+@pytest.mark.parametrize("phase", ["prepared", "staged", "committed"])
+def test_a_member_silent_in_a_phase_is_expelled_and_the_publish_completes_on_the_others(phase: str) -> None:
+    with Scene() as scene:
+        good = Rollout(scene, "good")
+        scene.until("good serving", lambda: len(good.leases) >= 4)
+        bad = Rollout(scene, "bad", silent_at=phase)
+        scene.until("expulsion", lambda: any("bad#" in n and "expelled" in n for n in scene.notices))
+        with scene.control.changed:
+            scene.publisher.end_update(1)  # the next version
+        scene.until("version 1", lambda: scene.publisher.published == 1)
+        member = scene.control.members.named("good")
+        assert member is not None
+        assert member.committed == 1
+        assert not bad.leases
+        assert scene.control.members.named("bad") is None
+
+
+def test_a_checksum_that_differs_expels_for_good() -> None:
+    with Scene() as scene:
+        rollout = Rollout(scene, "rollout-0", checksum="0123456789abcdef")
+        (told,) = scene.until("refusal", lambda: _said(rollout, Error))
+        assert told.code == "fatal"
+        assert "checksum" in told.text and "0123456789abcdef" in told.text
+        assert not rollout.leases
+
+
+def test_leases_of_a_rollout_that_leaves_go_to_another_under_the_next_attempt() -> None:
+    with Scene() as scene:
+        first = Rollout(scene, "first")
+        scene.until("leases", lambda: len(first.leases) >= 4)
+        second = Rollout(scene, "second")
+        scene.until("second serving", lambda: scene.control.members.named("second").committed == 0)  # type: ignore[union-attr]
+        first.say(Goodbye(reason="enough"))
+        scene.until("the leases again", lambda: len(second.leases) >= 4)
+        assert {lease.group_id for lease in second.leases} == {lease.group_id for lease in first.leases}
+        assert all(lease.attempt == (1, 1) for lease in second.leases)
+        assert {lease.seed for lease in second.leases}.isdisjoint(lease.seed for lease in first.leases)
+
+
+def test_a_silent_rollout_is_expelled_after_the_heartbeat_timeout() -> None:
+    with Scene() as scene:
+        rollout = Rollout(scene, "rollout-0")
+        scene.until("leases", lambda: len(rollout.leases) >= 4)
+        rollout.freeze()
+        scene.until("expulsion", lambda: any("silent" in notice for notice in scene.notices), timeout_s=5)
+        assert scene.ledger.books()["groups"]["waiting"] == 4
+
+
+def test_a_delivery_is_acknowledged_once_accepted_and_as_duplicate_the_second_time() -> None:
+    with Scene() as scene:
+        rollout = Rollout(scene, "rollout-0")
+        lease: Lease = scene.until("lease", lambda: rollout.leases)[0]
+        rollout.deliver(lease, [0, 0])
+        rollout.deliver(lease, [0, 0])
+        scene.until("both acks", lambda: len(_said(rollout, Ack)) == 2)
+        assert [ack.outcome for ack in _said(rollout, Ack)] == ["accepted", "duplicate"]
+
+
+def test_a_group_without_two_scored_answers_is_dropped_counted_and_replaced() -> None:
+    with Scene() as scene:
+        rollout = Rollout(scene, "rollout-0")
+        lease: Lease = scene.until("lease", lambda: len(rollout.leases) >= 4 and rollout.leases)[0]
+        rollout.deliver(lease, [0, 0], rewards=(math.nan, 1.0))
+        scene.until("a replacement", lambda: len(rollout.leases) == 5)
+        assert scene.control.events["groups_dropped_unscorable"] == 1
+        assert scene.ledger.books()["groups"]["dropped"]["failed"] == 1
+
+
+def test_when_every_group_fails_the_run_is_hopeless_and_says_why() -> None:
+    with Scene() as scene:
+        rollout = Rollout(scene, "rollout-0")
+        done = 0
+        for _ in range(8):  # max_refill 4 times 2 groups per step
+            lease = scene.until("lease", lambda: len(rollout.leases) > done and rollout.leases[done])  # noqa: B023
+            rollout.deliver(lease, [0], rewards=(math.nan, math.nan))
+            done += 1
+        scene.until("all counted", lambda: scene.control.failed_in_a_row == 8)
+        with pytest.raises(RunFailed, match="unscorable"):
+            scene.control.raise_if_hopeless(time.monotonic())
+
+
+def test_without_any_rollout_the_wait_ends_with_a_sentence_that_names_the_key() -> None:
+    with Scene(make_config(rollout={"start_timeout_s": 0.2})) as scene:
+        time.sleep(0.4)
+        with pytest.raises(RunFailed, match=r"rollout.start_timeout_s.*no rollout is connected") as failed:
+            scene.control.raise_if_hopeless(time.monotonic())
+        assert failed.value.code == 3
+
+
+def test_an_optimizer_step_waits_until_nothing_reads_the_weights() -> None:
+    with Scene() as scene:
+        Rollout(scene, "rollout-0")
+        scene.until("a send in progress", lambda: scene.publisher.sending)
+        assert not scene.publisher.begin_update()
+        scene.until("the end of the send", lambda: scene.publisher.begin_update())
+        late = Rollout(scene, "late")
+        scene.until("join", lambda: late.rollout_id)
+        time.sleep(0.5)
+        assert not scene.publisher.sending, "no send starts between begin_update and end_update"
+        scene.publisher.end_update(1)
+        scene.until("version 1 everywhere", lambda: [m.committed for m in scene.control.members] == [1, 1])
