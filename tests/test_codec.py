@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
 
-from async_rl.transport.codec import MAX_ERROR_BYTES, BadMessage, decode, decode_group, encode, encode_group, plain
+from async_rl.transport.codec import MAX_DEPTH, MAX_ERROR_BYTES, BadMessage, decode, decode_group, encode, encode_group, plain
 from async_rl.transport.messages import Commit, Committed, Heartbeat, Hello, Lease, Prepare, Welcome
 from async_rl.types import Attempt, Group, Trajectory
 
@@ -102,6 +102,9 @@ def test_a_control_message_comes_out_as_it_went_in(message: Any) -> None:
 def test_odd_values_in_lease_fields_travel_as_the_nearest_plain_ones() -> None:
     loop: list[Any] = [1]
     loop.append(loop)
+    deep: list[Any] = []
+    for _ in range(900):
+        deep = [deep]
     tensor = SimpleNamespace(tolist=lambda: 1.0)  # what a torch scalar looks like from here
     fields = {
         "np": [np.float32(0.5), np.int64(3), np.bool_(True), np.array([[1, 2]]), np.str_("s"), np.longdouble(2)],
@@ -112,6 +115,7 @@ def test_odd_values_in_lease_fields_travel_as_the_nearest_plain_ones() -> None:
         "huge": 10**5000,
         "surrogate": "a\ud800b",
         "loop": loop,
+        "deep": deep,
     }
     got = decode(encode(make_lease(fields=fields)))
     assert isinstance(got, Lease)
@@ -120,6 +124,10 @@ def test_odd_values_in_lease_fields_travel_as_the_nearest_plain_ones() -> None:
     assert (got.fields["tensor"], got.fields["decimal"], got.fields["huge"]) == (1.0, "1.5", "<int>")
     assert got.fields["object"].startswith("<object object")
     assert got.fields["surrogate"] == "a?b"
+    depth, inner = 0, got.fields["deep"]
+    while isinstance(inner, list):
+        depth, inner = depth + 1, inner[0]
+    assert isinstance(inner, str) and depth < MAX_DEPTH
     assert got.fields["loop"][0] == 1 and isinstance(got.fields["loop"][1], str)
 
 

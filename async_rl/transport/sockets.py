@@ -164,7 +164,7 @@ class Awaitable:
         await self._writable.wait()
 
     def close(self, linger_s: float = 0.0) -> None:
-        """Give the queue up to linger_s to drain in the background; wakes whoever waits."""
+        """Give the queue up to linger_s to drain, for which the context's `term` waits; wakes whoever waits here."""
         if self._socket.closed:
             return
         self._loop.remove_reader(self._socket.fileno())

@@ -267,7 +267,7 @@ class ZmqLink:
             if wire:
                 wire.close(linger_s)
         self._data_opened.set()
-        self._context.destroy(linger=math.ceil(linger_s * 1000))
+        self._context.term()
 
     def _open(self, kind: int, address: str) -> Awaitable:
         made = make_socket(self._context, kind, self._heartbeat_timeout_s, self._max_message_bytes)
