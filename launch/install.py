@@ -30,7 +30,6 @@ PARTS = (
     (
         "torch",
         "vllm.v1.engine.async_llm",
-        "vllm.v1.worker.cpu_worker",
         "vllm.model_executor.models.qwen3",
         "vllm.model_executor.models.llama",
     ),
@@ -160,6 +159,9 @@ def install_all(requirements):
 
 def install(gpu):
     versions = pins()
+    if installed("pip").version != versions["pip"]:
+        # the pip that Python 3.11 brings spends a minute more on looking through the registry's pages
+        stage(f"pip {versions['pip']}", lambda: pip(f"pip=={versions['pip']}"))
     if gpu:
         constrain(versions["torch"])
         stage(

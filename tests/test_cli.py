@@ -1,0 +1,117 @@
+"""The command line as a user meets it: quick, light, and plain about mistakes. Times are CPU time, for busy machines."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+QUICKSTART = str(ROOT / "configs" / "quickstart.yaml")
+HEAVY = ("torch", "vllm", "transformers")
+
+
+def run(*arguments: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-m", "async_rl", *arguments], capture_output=True, text=True, cwd=cwd, timeout=100)
+
+
+def cpu_s(*arguments: str) -> float:
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert run(*arguments).returncode == 0
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+
+
+def imported(code: str) -> set[str]:
+    """Which heavy packages a fresh Python holds after running this code."""
+    tell = f"{code}\nimport sys; print('HELD', *(set({HEAVY!r}) & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", tell], capture_output=True, text=True, cwd=ROOT, timeout=100)
+    assert done.returncode == 0, done.stderr
+    return set(done.stdout.splitlines()[-1].split()[1:])
+
+
+def refused(*arguments: str, cwd: Path = ROOT) -> str:
+    """The one sentence with which a command is refused."""
+    done = run(*arguments, cwd=cwd)
+    assert done.returncode == 2 and done.stdout == "", (done.returncode, done.stdout, done.stderr)
+    lines = done.stderr.splitlines()
+    assert len(lines) == 1 and lines[0].startswith("async-rl: "), done.stderr
+    return lines[0]
+
+
+def test_help_answers_at_once():
+    assert min(cpu_s("--help") for _ in range(2)) < 0.7
+
+
+def test_check_answers_within_3_s():
+    assert cpu_s("check", QUICKSTART) < 3
+
+
+def test_check_imports_neither_torch_nor_vllm_nor_transformers():
+    code = f"from async_rl.cli import main\nassert main(['check', {QUICKSTART!r}]) == 0"
+    assert imported(code) == set()
+
+
+@pytest.mark.parametrize("package", ["types", "config", "data", "transport", "envs", "launcher", "cli"])
+def test_the_light_floors_import_without_heavy_packages(package):
+    walk = (
+        "import importlib, pkgutil\n"
+        f"root = importlib.import_module('async_rl.{package}')\n"
+        "for m in pkgutil.walk_packages(getattr(root, '__path__', []), root.__name__ + '.'): importlib.import_module(m.name)"
+    )
+    assert imported(walk) == set()
+
+
+def test_check_says_what_would_run_and_creates_nothing(tmp_path):
+    done = run("check", QUICKSTART, "num_steps=7", "rollout.count=2", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "7 steps" in done.stdout and "rollout-1" in done.stdout and "recipe 'tiny' first" in done.stdout
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_typo_in_a_key_is_one_sentence_with_the_right_key():
+    assert "did you mean 'learner.lr'?" in refused("train", QUICKSTART, "learner.lrr=1")
+
+
+def test_a_missing_model_path_is_one_sentence():
+    assert "model.path is models/none" in refused("train", QUICKSTART, "model.path=models/none", "model.make=null")
+
+
+def test_a_port_in_use_is_one_sentence_and_nothing_is_left(tmp_path):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        sentence = refused("train", QUICKSTART, f"transport.port={port}", cwd=tmp_path)
+    assert f"transport.port is {port}" in sentence and "in use" in sentence
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_that_is_no_run_is_one_sentence(tmp_path):
+    for command in (["learner"], ["rollout", "--name", "rollout-0"]):
+        assert "holds no config.yaml" in refused(command[0], str(tmp_path), *command[1:])
+    assert "holds no metrics.jsonl" in refused("report", str(tmp_path))
+
+
+def test_a_model_is_not_written_over(tmp_path):
+    assert "which exists" in refused("model", "tiny", "--out", str(tmp_path))
+
+
+def test_rollout_becomes_the_process_that_train_would_start(tmp_path):
+    """Shown by the process image: the command replaces itself instead of starting a child."""
+    (tmp_path / "config.yaml").write_text("")
+    (tmp_path / "run.json").write_text("{}")
+    code = (
+        "import json, os\n"
+        "os.execv = lambda path, argv: print(json.dumps(argv))\n"
+        "from async_rl.cli import main\n"
+        f"main(['rollout', {str(tmp_path)!r}, '--name', 'rollout-7'])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, env={**os.environ})
+    assert json.loads(done.stdout)[1:] == ["-m", "async_rl.rollout", str(tmp_path), "--name", "rollout-7"], done.stderr

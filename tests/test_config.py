@@ -1,0 +1,125 @@
+"""The configuration tree: its keys are frozen, every file parses, every mistake is one sentence that names the key."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from pathlib import Path
+
+import pytest
+
+from async_rl.config import Config, ConfigError, config_keys, load_config, parse_config
+
+ROOT = Path(__file__).parent.parent
+FILES = sorted((ROOT / "configs").glob("*.yaml"))
+SMALL = {"num_steps": 4, "groups_per_step": 2, "group_size": 2, "model": {"path": "somewhere"}}
+
+# Adding a key is a visible decision: it is one more thing a user must know.
+KEYS = """
+seed run_dir num_steps max_staleness on_stale groups_per_step group_size
+model.path model.make model.max_model_len model.trust_remote_code
+data.dataset data.options data.num_items data.prompt data.chat data.reward data.heldout_fraction
+rollout.count rollout.engine rollout.max_new_tokens rollout.temperature rollout.stop rollout.num_slots rollout.max_num_seqs
+rollout.kv_cache_bytes rollout.threads rollout.reward_workers rollout.reward_timeout_s rollout.lease_timeout_s
+rollout.max_attempts rollout.start_timeout_s rollout.timeout_s
+learner.ranks learner.device learner.threads learner.microbatch_tokens learner.logprob_chunk_tokens learner.lr
+learner.warmup_fraction learner.hold_fraction learner.min_lr_ratio learner.betas learner.weight_decay
+learner.max_grad_norm learner.max_skipped_steps learner.step_timeout_s
+algorithm.advantage algorithm.loss algorithm.correction algorithm.correction_cap algorithm.aggregation algorithm.eps_low
+algorithm.eps_high algorithm.dual_clip algorithm.num_minibatches algorithm.zero_variance algorithm.max_refill
+algorithm.shuffle_rewards
+transport.host transport.port transport.insecure transport.heartbeat_s transport.heartbeat_timeout_s
+transport.connect_timeout_s transport.max_message_bytes transport.max_buffered_bytes
+weights.backend weights.bucket_bytes weights.in_flight weights.phase_timeout_s
+checkpoint.every checkpoint.keep checkpoint.resume checkpoint.max_failed_saves
+eval.every eval.draws eval.timeout_s
+observe.tensorboard observe.log_level
+""".split()
+
+
+def test_the_list_of_keys_is_frozen():
+    assert config_keys() == KEYS
+    assert len(KEYS) <= 80
+
+
+def test_every_key_is_read_somewhere():
+    """In the package, beyond the file that declares it; `insecure` is a permission that the declaration itself checks."""
+    package = ROOT / "async_rl"
+    source = "\n".join(p.read_text() for p in package.rglob("*.py") if p.name != "config.py")
+    unread = [key for key in KEYS if not re.search(rf"\.{key.split('.')[-1]}\b", source)]
+    assert unread == []
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: p.name)
+def test_every_file_in_configs_parses(path):
+    assert load_config(path).num_steps > 0
+
+
+def test_the_seed_names_the_tiny_model():
+    assert load_config(ROOT / "configs" / "quickstart.yaml", ["seed=3"]).model.path == "models/tiny-seed3"
+
+
+def test_the_reference_is_up_to_date():
+    spec = importlib.util.spec_from_file_location("config_reference", ROOT / "docs" / "config_reference.py")
+    assert spec is not None and spec.loader is not None
+    reference = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(reference)
+    assert (ROOT / "docs" / "config.md").read_text() == reference.render(), "run `make docs`"
+
+
+def test_every_key_has_a_docstring():
+    def undocumented(section, prefix=""):
+        for name, field in section.model_fields.items():
+            if hasattr(field.annotation, "model_fields"):
+                yield from undocumented(field.annotation, f"{name}.")
+            elif not field.description:
+                yield prefix + name
+
+    assert list(undocumented(Config)) == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"learner": {"learning_rte": 1}}, ["learner.learning_rte", "did you mean 'learner.lr'"]),
+        ({"learner": {"qqqqqqqq": 1}}, ["docs/config.md"]),
+        ({"learner": {"rank": 1}}, ["learner.rank", "did you mean 'learner.ranks'"]),
+        ({"num_steps": 0}, ["num_steps", "0"]),
+        ({"group_size": 1}, ["group_size", "2 or more"]),
+        ({"rollout": {"max_new_tokens": 2048}}, ["rollout.max_new_tokens", "model.max_model_len"]),
+        ({"learner": {"microbatch_tokens": 100}}, ["learner.microbatch_tokens", "model.max_model_len"]),
+        ({"algorithm": {"correction": "none"}}, ["max_staleness", "algorithm.correction"]),
+        ({"algorithm": {"num_minibatches": 3}}, ["algorithm.num_minibatches", "groups_per_step"]),
+        ({"transport": {"host": "10.0.0.1"}}, ["transport.host", "transport.insecure"]),
+        ({"transport": {"heartbeat_timeout_s": 2}}, ["transport.heartbeat_timeout_s"]),
+        ({"transport": {"max_buffered_bytes": 1 << 20}, "groups_per_step": 100}, ["transport.max_buffered_bytes", "300"]),
+        ({"transport": {"max_message_bytes": 1 << 16}, "group_size": 99}, ["transport.max_message_bytes"]),
+        ({"learner": {"warmup_fraction": 0.7, "hold_fraction": 0.7}}, ["learner.warmup_fraction"]),
+        ({"model": {}}, ["model.path", "missing"]),
+    ],
+)
+def test_an_impossible_configuration_is_one_sentence_that_names_the_key(changes, words):
+    with pytest.raises(ConfigError) as caught:
+        parse_config({**SMALL, **changes})
+    sentence = str(caught.value)
+    assert all(word in sentence for word in words), sentence
+    assert "\n" not in sentence and len(sentence) < 400
+
+
+def test_a_file_that_is_no_yaml_or_absent_is_one_sentence(tmp_path):
+    (tmp_path / "broken.yaml").write_text("a: [1,\n b: }")
+    for path, words in ((tmp_path / "broken.yaml", "not valid YAML"), (tmp_path / "none.yaml", "does not exist")):
+        with pytest.raises(ConfigError, match=words) as caught:
+            load_config(path)
+        assert "\n" not in str(caught.value)
+
+
+def test_an_override_without_a_value_is_refused():
+    with pytest.raises(ConfigError, match="write key=value"):
+        load_config(FILES[0], ["num_steps"])
+
+
+def test_the_digest_ignores_where_files_go_and_nothing_else():
+    base = parse_config(SMALL)
+    assert parse_config({**SMALL, "run_dir": "elsewhere"}).digest() == base.digest()
+    assert parse_config({**SMALL, "seed": 1}).digest() != base.digest()

@@ -1,0 +1,156 @@
+"""Who runs where (plan), what is refused beforehand (preflight), and the run folder (prepare). No process is started."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from async_rl.config import ConfigError, load_config, parse_config
+from async_rl.launcher import preflight
+from async_rl.launcher.plan import Machine, make_plan
+from async_rl.launcher.prepare import claim, install_model, model_recipe, prepare, unfinished
+
+ROOT = Path(__file__).parent.parent
+QUICKSTART = ROOT / "configs" / "quickstart.yaml"
+
+
+def config(**sections):
+    return parse_config({"num_steps": 4, "groups_per_step": 2, "group_size": 2, "model": {"path": "org/name"}, **sections})
+
+
+def plan(machine: Machine, **sections):
+    return make_plan(config(**sections), Path("/run"), machine)
+
+
+def machine(num_cores: int = 2, num_gpus: int = 0, **environ: str) -> Machine:
+    return Machine(tuple(range(num_cores)), tuple(str(i) for i in range(num_gpus)), environ)
+
+
+def test_each_process_has_cores_of_its_own_when_there_are_enough():
+    made = plan(machine(6), learner={"threads": 2}, rollout={"count": 2, "threads": 2})
+    assert [spec.cores for spec in (made.learner, *made.rollouts)] == [{0, 1}, {2, 3}, {4, 5}]
+    assert made.learner.env["OMP_NUM_THREADS"] == made.rollouts[0].env["OMP_NUM_THREADS"] == "2"
+
+
+def test_nobody_is_pinned_when_the_threads_outnumber_the_cores():
+    made = plan(machine(3), learner={"ranks": 2}, rollout={"count": 2})
+    assert [spec.cores for spec in (made.learner, *made.rollouts)] == [None, None, None]
+
+
+@pytest.mark.parametrize(
+    ("num_gpus", "expected"),
+    [(4, ["0,1", "2", "3"]), (5, ["0,1", "2", "3"]), (2, ["0,1", "0", "1"]), (3, ["0,1", "2", "0"]), (0, ["", "", ""])],
+)
+def test_ranks_take_the_first_gpus_and_rollouts_the_rest(num_gpus, expected):
+    made = plan(machine(num_gpus=num_gpus), learner={"ranks": 2}, rollout={"count": 2})
+    assert [spec.env["CUDA_VISIBLE_DEVICES"] for spec in (made.learner, *made.rollouts)] == expected
+    assert made.shares_gpu == (num_gpus in (2, 3))
+
+
+def test_a_learner_on_the_cpu_leaves_the_gpus_to_the_rollouts():
+    made = plan(machine(num_gpus=2), learner={"device": "cpu"}, rollout={"count": 2})
+    assert [spec.gpus for spec in (made.learner, *made.rollouts)] == [(), ("0",), ("1",)]
+
+
+def test_rollouts_do_not_inherit_what_torchrun_sets():
+    inherited = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "a", "MASTER_PORT": "1", "HOME": "/h"}
+    made = plan(Machine((0,), (), {**inherited, "TORCHELASTIC_RUN_ID": "x"}))
+    env = made.rollouts[0].env
+    assert env["HOME"] == "/h" and not (set(inherited) - {"HOME"}) & set(env) and "TORCHELASTIC_RUN_ID" not in env
+
+
+@pytest.mark.parametrize(
+    ("name", "is_hub_name"),
+    [("gpt2", True), ("org/name-1.5", True), ("./org/name", False), ("models/x", False), ("a/b/c", False), ("", False)],
+)
+def test_a_path_that_does_not_exist_may_be_a_hub_name(name, is_hub_name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    made = config(model={"path": name})
+    if is_hub_name:
+        preflight.check_model(made)
+    else:
+        with pytest.raises(ConfigError, match=r"model\.path"):
+            preflight.check_model(made)
+
+
+def test_a_name_below_a_folder_that_exists_is_a_missing_path(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "org").mkdir()
+    with pytest.raises(ConfigError, match="does not exist"):
+        preflight.check_model(config(model={"path": "org/name"}))
+
+
+def test_a_folder_without_a_model_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match=r"config\.json"):
+        preflight.check_model(config(model={"path": str(tmp_path), "make": "tiny"}))
+
+
+@pytest.mark.parametrize(
+    ("reward", "words"),
+    [
+        ("no_colon", "package.module:function"),
+        ("no.such.module:f", "finds no module no.such.module"),
+        ("async_rl.envs.rewards:no_such_function", "holds no no_such_function"),
+    ],
+)
+def test_a_reward_that_cannot_be_is_refused(reward, words):
+    with pytest.raises(ConfigError, match=words):
+        preflight.check_reward(reward)
+
+
+def test_a_misspelt_dataset_is_refused_with_the_nearest_name():
+    preflight.check_dataset("basic_arithmetic")
+    with pytest.raises(ConfigError, match="did you mean 'basic_arithmetic'"):
+        preflight.check_dataset("basic_arithmetics")
+
+
+@pytest.mark.parametrize(
+    ("num_gpus", "sections", "words"),
+    [
+        (0, {"learner": {"device": "cuda"}}, "no GPU is visible"),
+        (1, {"learner": {"ranks": 2}}, "only 1 GPU"),
+        (1, {"weights": {"backend": "nccl"}}, "weights.backend=gloo"),
+        (0, {"weights": {"backend": "nccl"}}, "weights.backend=gloo"),
+    ],
+)
+def test_devices_that_are_not_there_are_refused(num_gpus, sections, words):
+    made = config(**sections)
+    host = machine(num_gpus=num_gpus)
+    with pytest.raises(ConfigError, match=words):
+        preflight.check_devices(made, make_plan(made, Path("/run"), host), host)
+
+
+def test_a_run_folder_below_a_file_is_refused(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match="is no folder"):
+        preflight.check_run_dir(tmp_path / "file" / "run")
+
+
+def test_the_run_folder_tells_every_process_the_same(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    prepared = prepare(str(QUICKSTART), ["run_dir=out", "num_steps=3"])
+    assert list(tmp_path.iterdir()) == [], "preparing writes nothing"
+    with claim(prepared):
+        read = load_config(tmp_path / "out" / "config.yaml")
+        assert read == prepared.config and read.num_steps == 3
+        assert read.run_dir == str(tmp_path / "out") and read.model.path == str(tmp_path / "models" / "tiny-seed0")
+        assert read.weights.backend == "gloo", "auto is settled for this host"
+        run_id = json.loads((tmp_path / "out" / "run.json").read_text())["run_id"]
+        with pytest.raises(ConfigError, match="another run is at work"):
+            claim(prepared)
+    with claim(prepared):
+        assert json.loads((tmp_path / "out" / "run.json").read_text())["run_id"] == run_id, "a resumed run keeps its id"
+
+
+def test_a_model_is_made_beside_its_place_and_moved_there_when_it_is_whole(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    prepared = prepare(str(QUICKSTART), ["seed=5"])
+    spec = model_recipe(prepared)
+    assert spec is not None and spec.argv[3:] == ("model", "tiny", "--out", str(unfinished(prepared)), "--seed", "5")
+    unfinished(prepared).mkdir(parents=True)
+    (unfinished(prepared) / "config.json").touch()
+    install_model(prepared)
+    assert (tmp_path / "models" / "tiny-seed5" / "config.json").exists()
+    assert model_recipe(prepared) is None, "it is there now"
