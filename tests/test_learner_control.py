@@ -120,11 +120,9 @@ def test_a_group_without_two_scored_answers_is_dropped_counted_and_replaced() ->
 def test_when_every_group_fails_the_run_is_hopeless_and_says_why() -> None:
     with Scene() as scene:
         rollout = Rollout(scene, "rollout-0")
-        done = 0
-        for _ in range(8):  # max_refill 4 times 2 groups per step
-            lease = scene.until("lease", lambda: len(rollout.leases) > done and rollout.leases[done])  # noqa: B023
+        for done in range(8):  # max_refill 4 times 2 groups per step
+            lease = scene.until("lease", lambda done=done: len(rollout.leases) > done and rollout.leases[done])
             rollout.deliver(lease, [0], rewards=(math.nan, math.nan))
-            done += 1
         scene.until("all counted", lambda: scene.control.failed_in_a_row == 8)
         with pytest.raises(RunFailed, match="unscorable"):
             scene.control.raise_if_hopeless(time.monotonic())
@@ -143,7 +141,7 @@ def test_an_optimizer_step_waits_until_nothing_reads_the_weights() -> None:
         Rollout(scene, "rollout-0")
         scene.until("a send in progress", lambda: scene.publisher.sending)
         assert not scene.publisher.begin_update()
-        scene.until("the end of the send", lambda: scene.publisher.begin_update())
+        scene.until("the end of the send", scene.publisher.begin_update)
         late = Rollout(scene, "late")
         scene.until("join", lambda: late.rollout_id)
         time.sleep(0.5)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -17,8 +16,8 @@ TOY = ("rollout.engine=toy", "model.make=null", "groups_per_step=4", "rollout.nu
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    yield f"model.path={random_model(tmp_path_factory.mktemp('models') / 'random')}"
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return f"model.path={random_model(tmp_path_factory.mktemp('models') / 'random')}"
 
 
 def _version(run: Run) -> int:

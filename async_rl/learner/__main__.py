@@ -81,7 +81,8 @@ def _init_distributed(config: Config, device: torch.device) -> None:
     if "RANK" in os.environ:
         dist.init_process_group(backend, timeout=timeout)
     else:
-        dist.init_process_group(backend, store=torch.distributed.distributed_c10d.HashStore(), rank=0, world_size=1, timeout=timeout)
+        alone = dist.distributed_c10d.HashStore()
+        dist.init_process_group(backend, store=alone, rank=0, world_size=1, timeout=timeout)
 
 
 def _build(config: Config, folder: Path, device: torch.device) -> Rank:
