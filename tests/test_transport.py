@@ -18,9 +18,7 @@ from async_rl.transport.memory import MemoryHub, MemoryLink
 from async_rl.transport.messages import End, Goodbye, Heartbeat, Message
 from async_rl.transport.zmq import ZmqHub, ZmqLink
 
-from .transport_samples import assert_same_group, make_group
-
-MAX_BYTES = 1 << 20
+from .transport_samples import MAX_BYTES, assert_same_group, make_group
 
 
 class Wire:
