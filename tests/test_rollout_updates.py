@@ -12,6 +12,7 @@ from async_rl.rollout.toy_engine import Script
 from async_rl.transport.messages import (
     Committed,
     Error,
+    Goodbye,
     Heartbeat,
     Hello,
 )
@@ -102,6 +103,16 @@ async def test_a_frozen_engine_says_so_joins_nothing_and_comes_back(tmp_path: Pa
         await learner.hears(Hello, count=2)
         beat = await learner.hears(Heartbeat, count=len([m for m in learner.said if isinstance(m, Heartbeat)]) + 1)
         assert beat.engine_age_s < 0.3
+
+
+async def test_an_engine_that_dies_while_it_is_asked_is_noticed_at_the_next_question(tmp_path: Path) -> None:
+    async with stage(tmp_path, connect_timeout_s=30) as s:
+        learner = s.learner()
+        await learner.hears(Hello)
+        s.engine.script = Script(frozen=("ping",))
+        await learner.hears(Heartbeat, where=lambda m: m.engine_age_s > 0.2)
+        s.engine._dead = True
+        assert "EngineDead" in (await learner.hears(Goodbye)).reason
 
 
 async def test_a_commit_is_not_cut_short_by_a_rejoin(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import hashlib
 import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -42,7 +42,6 @@ class _Job:
     lease: Lease
     received_s: float
     task: asyncio.Task[None] | None = None
-    requests: set[str] = field(default_factory=set)  # at the engine now
     cancelled: bool = False  # by the learner, as opposed to the end of the membership
 
     @property
@@ -137,8 +136,6 @@ class Scheduler:
         finally:
             self._jobs.pop(key, None)
             self._changed.set()
-            if job.requests:
-                await self._sampler.engine.abort(list(job.requests))
 
     def _deliver(self, key: Key, job: _Job, trajectories: tuple[Trajectory, ...]) -> None:
         prompt_ids = np.asarray(job.lease.prompt_ids, dtype=np.int32)
@@ -157,7 +154,7 @@ class Scheduler:
         async def generate(prompt_ids: np.ndarray, sampling: Sampling) -> Completion:
             nonlocal turn
             turn += 1
-            return await self._generate(job, prompt_ids, sampling, f"{lease.group_id}.{lease.attempt[1]}.{index}.{turn}")
+            return await self._generate(prompt_ids, sampling, f"{lease.group_id}.{lease.attempt[1]}.{index}.{turn}")
 
         sampler = self._sampler
         try:
@@ -171,10 +168,9 @@ class Scheduler:
             log.warning("group %d sample %d (prompt %s) failed: %s", lease.group_id, index, lease.prompt_id, text)
             return failed_trajectory(text)
 
-    async def _generate(self, job: _Job, prompt_ids: np.ndarray, sampling: Sampling, request_id: str) -> Completion:
-        job.requests.add(request_id)
+    async def _generate(self, prompt_ids: np.ndarray, sampling: Sampling, request_id: str) -> Completion:
+        """An engine ends a request whose `generate` is cancelled: that is how Cancel, deadline and rejoin reach it."""
         completion = await self._sampler.engine.generate(prompt_ids, sampling, request_id)
-        job.requests.discard(request_id)
         self.counts["tokens_sampled"] += len(completion.token_ids)
         self.counts[f"finish/{completion.finish_reason}"] += 1
         return completion

@@ -198,9 +198,22 @@ class Pulse:
         return time.monotonic() - self._answered_s
 
     async def check(self) -> None:
-        """Returns when the engine answers: a frozen one joins nothing until it wakes. Raises EngineDead after timeout_s."""
-        await self._engine.ping(self._timeout_s)
-        self._answered_s = time.monotonic()
+        """Returns when the engine answers: a frozen one joins nothing until it wakes. Raises EngineDead after timeout_s.
+
+        It asks again every every_s, for a question that was under way when the core died may never be answered.
+        """
+        asked: set[asyncio.Task[None]] = set()
+        try:
+            while True:
+                asked.add(asyncio.create_task(self._engine.ping(self._timeout_s), name="ping"))
+                done, _ = await asyncio.wait(asked, timeout=self.every_s, return_when=asyncio.FIRST_COMPLETED)
+                for answered in done:
+                    answered.result()
+                    self._answered_s = time.monotonic()
+                    return
+        finally:
+            for task in asked:
+                task.cancel()
 
     async def run(self) -> None:
         while True:
