@@ -252,3 +252,13 @@ def test_resuming_under_tighter_rules_drops_what_could_never_be_taken_in_time():
     groups = tighter.books()["groups"]
     assert groups["ready"] == 2 and groups["dropped"]["stale"] == 6 and tighter.books()["balanced"]
     assert tighter.take(0)
+
+
+def test_a_delivery_larger_than_its_reservation_is_counted_at_its_size():
+    ledger = started()
+    record = grant(ledger)
+    assert ledger.reserved_bytes == 100
+    ledger.accept(make_group(record, [0]), 250, 0.0)
+    assert ledger.reserved_bytes == 250
+    ledger.drop([record.group_id], "failed")
+    assert ledger.reserved_bytes == 0

@@ -94,8 +94,6 @@ class Ledger:
         if record is None:
             return None
         if record.reborn:
-            if born + self.rules.max_staleness < self._next_step:
-                return None  # it would be born too old for any step: wait for the release
             record.born = born
         limit = self.rules.lease_timeout_s
         record.rollout_id, record.leased_s = rollout_id, now
