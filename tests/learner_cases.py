@@ -39,10 +39,20 @@ def make_config(algorithm: dict[str, Any] | None = None, learner: dict[str, Any]
 
 def make_policy(seed: int = 0, mesh: DeviceMesh | None = None, **options: Any) -> PolicyModel:
     torch.manual_seed(seed)
-    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 2, "head_dim": 32}
-    shape = {"vocab_size": VOCAB, "num_key_value_heads": 1, "tie_word_embeddings": True, "max_position_embeddings": 64}
-    # Larger than usual weights, so that log-probs differ from uniform and gradients from zero.
-    hf = Qwen3ForCausalLM(Qwen3Config(**(sizes | shape | {"initializer_range": 0.15} | options)))
+    shape: dict[str, Any] = {
+        "vocab_size": VOCAB,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 32,
+        "tie_word_embeddings": True,
+        "max_position_embeddings": 64,
+        # Larger than usual weights, so that log-probs differ from uniform and gradients from zero.
+        "initializer_range": 0.15,
+    }
+    hf = Qwen3ForCausalLM(Qwen3Config(**(shape | options)))
     return shard(PolicyModel(hf, 16), CPU, mesh)
 
 

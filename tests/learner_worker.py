@@ -38,11 +38,13 @@ def no_op() -> None: ...
 class Rank:
     def __init__(self, rank: int, folder: Path) -> None:
         self.rank, self.folder = rank, folder
-        store = dist.FileStore(str(folder / "store"), NUM_RANKS)
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=NUM_RANKS, timeout=timedelta(seconds=60))
+        rendezvous = f"file://{folder}/store"
+        dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=NUM_RANKS, timeout=timedelta(seconds=60))
         self.mesh = init_device_mesh("cpu", (NUM_RANKS,))
         self.hybrid = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
-        self.group = dist.new_group(backend="gloo", timeout=timedelta(seconds=60))
+        group = dist.new_group(backend="gloo", timeout=timedelta(seconds=60))
+        assert isinstance(group, dist.ProcessGroup)
+        self.group = group
         self.results: dict[str, Any] = {}
 
     def policy(self, **options: Any):
@@ -96,7 +98,7 @@ class Rank:
         if self.rank == 1 and kind == "loss":
             update._forward = spoiled
         if self.rank == 1 and kind == "gradient":
-            policy.hf.get_decoder().norm.register_full_backward_hook(lambda m, i, o: (i[0] * torch.nan,))
+            policy.hf.get_submodule("model.norm").register_full_backward_hook(lambda m, i, o: (i[0] * torch.nan,))
         report = update.run(make_batch(seed=1), 1, no_op, lambda: touched.append(1))
         after = weights(policy) | {k: full(v) for k, v in optimizer.named_state().items()}
         same = all(torch.equal(after[name], value) for name, value in before.items())
@@ -134,11 +136,11 @@ class Rank:
         def full_disk(*args, **kwargs):
             raise OSError(errno.ENOSPC, "No space left on device")
 
-        writer, write = checkpoint_module.dcp.FileSystemWriter.write_data, checkpoint_module._write
+        writer, write = checkpoint_module.FileSystemWriter.write_data, checkpoint_module._write
         for rank, target in ((0, "shards"), (1, "shards"), (0, "manifest"), (1, "state")):
             moment = next(iter(optimizer.named_state().values()))
             if self.rank == rank and target == "shards":
-                checkpoint_module.dcp.FileSystemWriter.write_data = full_disk
+                checkpoint_module.FileSystemWriter.write_data = full_disk
             if self.rank == rank and target == "manifest":
                 checkpoint_module._write = full_disk
             if self.rank == rank and target == "state":
@@ -149,7 +151,7 @@ class Rank:
             except CheckpointError as e:
                 said = str(e)
             self.results[f"failed {rank} {target}"] = said
-            checkpoint_module.dcp.FileSystemWriter.write_data, checkpoint_module._write = writer, write
+            checkpoint_module.FileSystemWriter.write_data, checkpoint_module._write = writer, write
             if target == "state":
                 moment.fill_(3.0)
 

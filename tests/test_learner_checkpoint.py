@@ -132,9 +132,9 @@ def fault_at(monkeypatch, place: str) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
     if place == "shards":
-        monkeypatch.setattr(module.dcp.FileSystemWriter, "write_data", full)
+        monkeypatch.setattr(module.FileSystemWriter, "write_data", full)
     elif place == "index":
-        monkeypatch.setattr(module.dcp.FileSystemWriter, "finish", full)
+        monkeypatch.setattr(module.FileSystemWriter, "finish", full)
     elif place == "folder":
         monkeypatch.setattr(Path, "mkdir", full)
     elif place == "rename":
@@ -192,7 +192,7 @@ def test_what_a_killed_save_leaves_behind_is_cleared_and_the_last_good_one_is_fo
     rename = Path.rename
     with monkeypatch.context() as patch:
         if place == "shards":
-            patch.setattr(module.dcp, "save", killed)
+            patch.setattr(module, "save", killed)
         elif place == "rename":  # after an older one of the same step was moved aside
             patch.setattr(Path, "rename", lambda p, to: killed() if p.name.endswith(".partial") else rename(p, to))
         else:

@@ -49,7 +49,8 @@ def test_the_log_softmax_of_bf16_logits_is_taken_in_fp32():
     assert logp.dtype == torch.float32
     torch.testing.assert_close(logp, expected, atol=1e-5, rtol=1e-6)
     logp.sum().backward()
-    assert hidden.grad.dtype == weight.grad.dtype == torch.bfloat16
+    assert hidden.grad is not None and hidden.grad.dtype == torch.bfloat16
+    assert weight.grad is not None and weight.grad.dtype == torch.bfloat16
 
 
 def test_temperature_divides_the_logits():
@@ -63,7 +64,7 @@ def test_no_token_gives_zero_gradients_not_none():
     logp, entropy = token_logprobs(hidden, weight, torch.zeros(0, dtype=torch.int64), 1.0, 8)
     assert logp.shape == entropy.shape == (0,)
     logp.sum().backward()
-    assert torch.equal(weight.grad, torch.zeros_like(weight))
+    assert weight.grad is not None and torch.equal(weight.grad, torch.zeros_like(weight))
 
 
 def test_impossible_vocabulary_entries_leave_the_entropy_finite():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -69,7 +70,7 @@ def test_no_attention_mask_is_materialised(monkeypatch):
 @pytest.mark.parametrize("tied", [True, False])
 def test_a_saved_model_loads_in_fp32_under_its_own_names_tied_weights_once(tmp_path, tied):
     hf = make_policy(tie_word_embeddings=tied).hf
-    policy = load_policy(saved(hf.to(torch.bfloat16), tmp_path), CPU, None)
+    policy = load_policy(saved(hf.bfloat16(), tmp_path), CPU, None)
     named = hf_named_parameters(policy)
     assert {p.dtype for _, p in named} == {torch.float32}
     names = [name for name, _ in named]
@@ -92,8 +93,9 @@ def test_a_model_with_learned_positions_is_scored_like_its_own_logits(tmp_path):
 
 def test_a_model_that_bends_its_logits_is_refused_in_one_sentence(tmp_path):
     torch.manual_seed(0)
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2, "head_dim": 16}
-    hf = Gemma2ForCausalLM(Gemma2Config(vocab_size=100, num_key_value_heads=1, final_logit_softcapping=0.05, **sizes))
+    sizes: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2}
+    shape: dict[str, Any] = {"vocab_size": 100, "num_key_value_heads": 1, "head_dim": 16}
+    hf = Gemma2ForCausalLM(Gemma2Config(final_logit_softcapping=0.05, **sizes, **shape))
     with pytest.raises(LearnerError, match=r"model.path is .* a Gemma2ForCausalLM whose log-probs come out .* nat off"):
         load_policy(saved(hf, tmp_path), CPU, None)
 

@@ -131,7 +131,7 @@ def test_a_step_that_is_not_finite_changes_neither_weights_nor_moments(poison):
         batch = dataclasses.replace(batch, advantages=np.where(np.arange(len(batch.mask)) == 7, np.nan, batch.advantages))
         batch = dataclasses.replace(batch, advantages=batch.advantages.astype(np.float32), mask=np.ones_like(batch.mask))
     else:
-        policy.hf.get_decoder().norm.register_full_backward_hook(lambda m, i, o: (i[0] * torch.nan,))
+        policy.hf.get_submodule("model.norm").register_full_backward_hook(lambda m, i, o: (i[0] * torch.nan,))
     touched = []
     report = update.run(batch, 1, lambda: None, lambda: touched.append(1))
     assert report.skipped and f"{poison}" in report.reason and "not finite on 1 of 1 ranks" in report.reason

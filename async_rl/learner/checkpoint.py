@@ -19,9 +19,11 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor
 
 from async_rl.learner import LearnerError
@@ -95,11 +97,11 @@ class Checkpointer:
         tensors = _tensors(policy, optimizer)
         rng = {f"rng.{name}.rank{self.rank}": state for name, state in _rng_states().items()}
         try:
-            reader = dcp.FileSystemReader(folder)
+            reader = FileSystemReader(folder)
             saved = reader.read_metadata().state_dict_metadata
             rng = {name: state for name, state in rng.items() if name in saved}
             with _alone_is_fine():
-                dcp.load({**tensors, **rng}, storage_reader=reader, process_group=self.group, no_dist=self.group is None)
+                load({**tensors, **rng}, storage_reader=reader, process_group=self.group, no_dist=self.group is None)
             extra = (folder / _EXTRA).read_bytes() if (folder / _EXTRA).exists() else None
         except (CheckpointException, OSError, RuntimeError, ValueError) as e:
             raise CheckpointError(
@@ -169,9 +171,9 @@ class Checkpointer:
 
     def _write_shards(self, tensors: dict[str, Tensor], partial: Path) -> None:
         with _alone_is_fine():
-            metadata = dcp.save(
+            metadata = save(
                 tensors,
-                storage_writer=dcp.FileSystemWriter(partial, sync_files=True),
+                storage_writer=FileSystemWriter(partial, sync_files=True),
                 process_group=self.group,
                 no_dist=self.group is None,
             )

@@ -37,6 +37,7 @@ class PolicyModel(nn.Module):
         """(logp_R, entropy_R), fp32: of targets_R given the tokens of row rows_R up to and with column cols_R."""
         hidden_BLH = self.hf.get_decoder()(input_ids=ids_BL, use_cache=False).last_hidden_state
         head = self.hf.get_output_embeddings()
+        assert isinstance(head, nn.Linear)
         return token_logprobs(hidden_BLH[rows_R, cols_R], head.weight, targets_R, temperature, self.chunk_tokens)
 
     @property
@@ -101,12 +102,17 @@ def _load_hf(config: ModelConfig) -> transformers.PreTrainedModel:
         )
     transformers.utils.logging.disable_progress_bar()
     try:
-        return transformers.AutoModelForCausalLM.from_pretrained(
+        hf = transformers.AutoModelForCausalLM.from_pretrained(
             config.path, dtype=torch.float32, attn_implementation="sdpa", trust_remote_code=config.trust_remote_code
         )
     except (OSError, ValueError, ImportError) as e:
         first = " ".join(str(e).split())[:200]
         raise LearnerError(f"model.path is {config.path}, which cannot be loaded: {first}") from None
+    if not isinstance(hf.get_output_embeddings(), nn.Linear):
+        raise LearnerError(
+            f"model.path is {config.path}, a {type(hf).__name__} without a linear output layer to score tokens with"
+        )
+    return hf
 
 
 def _check_scoring(policy: PolicyModel, path: str) -> None:
