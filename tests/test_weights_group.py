@@ -128,6 +128,17 @@ def test_a_group_that_never_fills_ends_in_a_sentence_that_names_the_membership()
         again.bind((HOST, port))
 
 
+def test_a_member_waits_no_longer_than_its_deadline_for_a_learner_that_listens_and_never_forms_the_group():
+    listener, port = listen(HOST)
+    start = time.monotonic()
+    with pytest.raises(WeightsError, match="forming the weight group of membership 7 "):
+        WeightGroup(spec(port, 1, membership=7, timeout_s=1.0))
+    assert time.monotonic() - start < 5
+    listener.close()
+    with socket.socket() as again:
+        again.bind((HOST, port))
+
+
 def test_a_silent_sender_ends_in_a_sentence_and_a_new_membership_works():
     _, source = source_of(0)
     listener, port = listen(HOST)

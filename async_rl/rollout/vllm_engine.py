@@ -115,6 +115,9 @@ class VllmEngine:
     async def generate(self, prompt_ids: np.ndarray, sampling: Sampling, request_id: str) -> Completion:
         """See Engine.generate. Raises WeightsError while no good weights are in service."""
         draft = _Draft(prompt_ids.tolist(), sampling.max_new_tokens)
+        if problem := self._unfit(prompt_ids):
+            log.warning("request %s refused: %s", request_id, problem)
+            return draft.completion("error")
         self._drafts[request_id] = draft
         try:
             while True:
@@ -134,6 +137,15 @@ class VllmEngine:
             draft.aborted = True
         if running := [draft.running_as for draft in drafts if draft.running_as]:
             await self._alive(self._engine.abort(running, internal=True))
+
+    def _unfit(self, prompt_ids: np.ndarray) -> str:
+        """Why the core cannot take this prompt, or "". An id beyond the vocabulary would kill it."""
+        vocab, longest = self._engine.model_config.get_vocab_size(), self._engine.model_config.max_model_len - 1
+        if not 1 <= len(prompt_ids) <= longest:
+            return f"the prompt has {len(prompt_ids)} tokens, but 1 to {longest} fit in model.max_model_len"
+        if prompt_ids.min() < 0 or prompt_ids.max() >= vocab:
+            return f"the prompt holds ids from {prompt_ids.min()} to {prompt_ids.max()}, but the vocabulary has {vocab}"
+        return ""
 
     async def _piece(self, draft: _Draft, sampling: Sampling, piece_id: str) -> FinishReason:
         """Sample on from the draft until the core ends the request, for whatever reason."""
@@ -210,16 +222,17 @@ class VllmEngine:
 
     async def prepare(self, spec: GroupSpec, manifest: Manifest, timeout_s: float) -> None:
         """See Engine.prepare. The group forms in the receiver's thread: that it did not shows in `staged`."""
-        from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
-
-        request = WeightTransferInitRequest(init_info={"spec": asdict(spec), "manifest": manifest.to_dict()})
-        await self._weights("preparing", timeout_s, self._engine.init_weight_transfer_engine(request))
+        info = {"spec": asdict(spec), "manifest": manifest.to_dict()}
+        call = self._engine.collective_rpc("async_rl_prepare", args=(info,))
+        (problem,) = await self._weights("preparing", timeout_s, call)
+        if problem:
+            raise WeightsError(problem)
 
     async def staged(self, timeout_s: float) -> list[str]:
         """See Engine.staged."""
         deadline, pause_s = time.monotonic() + timeout_s, POLL_S[0]
         while True:
-            digests = await self._arrived(max(0.001, deadline - time.monotonic()))
+            digests = await self._arrived(max(1.0, deadline - time.monotonic()))
             if digests is not None:
                 return digests
             if time.monotonic() > deadline:

@@ -121,7 +121,9 @@ def end_token_ids(model: ModelConfig) -> list[int]:
     named: list[int | Iterable[int] | None] = [getattr(model.hf_config, "eos_token_id", None)]
     with suppress(OSError, ValueError):  # a model folder may lack any of the files: the others must do
         named.append(GenerationConfig.from_pretrained(model.model).eos_token_id)
-    with suppress(OSError, ValueError, KeyError):
+    folder = Path(model.tokenizer)
+    # From a folder without a tokenizer transformers makes an empty one, whose end token is id 0.
+    if not folder.is_dir() or (folder / "tokenizer_config.json").exists():
         named.append(AutoTokenizer.from_pretrained(model.tokenizer, trust_remote_code=model.trust_remote_code).eos_token_id)
     ids: set[int] = set()
     for entry in named:

@@ -102,6 +102,14 @@ class WorkerExt:
 
     weight_transfer_engine: AsyncRLTransferEngine
 
+    def async_rl_prepare(self, init_info: dict[str, Any]) -> str:
+        """vLLM's init_weight_transfer_engine; what does not fit is returned as a sentence, "" when all is well."""
+        try:
+            self.init_weight_transfer_engine(init_info)  # type: ignore[attr-defined]
+        except WeightsError as e:
+            return str(e)
+        return ""
+
     def async_rl_arrived(self) -> dict[str, Any]:
         """{"digests": list, or None while some buckets are missing, "error": why they will not come, or ""}."""
         receiver = self.weight_transfer_engine.receiver

@@ -17,6 +17,7 @@ from torch.distributed import BroadcastOptions, PrefixStore, Store, TCPStore  # 
 from async_rl.weights.base import WeightsError
 
 BACKLOG = 128
+LOCAL_TIMEOUT = timedelta(seconds=30)
 
 
 @dataclass(frozen=True)
@@ -38,19 +39,51 @@ class GroupSpec:
         return torch.device("cuda", torch.cuda.current_device()) if self.backend == "nccl" else torch.device("cpu")
 
 
-def listen(host: str) -> tuple[socket.socket, int]:
-    """A socket bound to host on a free port, and that port: known before anybody must connect, so no race for it."""
+class Listener:
+    """The store of a membership, serving on its port already: who connects before the group forms gets an answer.
+
+    (A bare listening socket would let a member connect and then wait without end for a learner that gave up.)
+    """
+
+    def __init__(self, store: TCPStore) -> None:
+        self._store: TCPStore | None = store
+
+    def take(self) -> TCPStore:
+        """Hand the store over; the port is free once the taker lets go of it."""
+        store, self._store = self._store, None
+        if store is None:
+            raise ValueError("this listener has served its membership: listen anew")
+        return store
+
+    def close(self) -> None:
+        """Free the port of a listener that nobody took."""
+        self._store = None
+
+
+def listen(host: str) -> tuple[Listener, int]:
+    """A listener on a free port of host, and that port: known before anybody must connect, so there is no race for it."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    sock = socket.socket(family, socket.SOCK_STREAM)
-    sock.bind((host, 0))
-    sock.listen(BACKLOG)
-    return sock, sock.getsockname()[1]
+    with socket.socket(family, socket.SOCK_STREAM) as sock:
+        sock.bind((host, 0))
+        sock.listen(BACKLOG)
+        port = sock.getsockname()[1]
+        # Given no socket, TCPStore would listen on every interface.
+        store = TCPStore(
+            host,
+            port,
+            world_size=None,
+            is_master=True,
+            wait_for_workers=False,
+            timeout=LOCAL_TIMEOUT,
+            master_listen_fd=sock.detach(),
+        )
+    return Listener(store), port
 
 
 class WeightGroup:
     """A formed group. Construction waits for all members. Usable from any one thread at a time."""
 
-    def __init__(self, spec: GroupSpec, listener: socket.socket | None = None) -> None:
+    def __init__(self, spec: GroupSpec, listener: Listener | None = None) -> None:
         """Rank 0 gives the listener that `listen` returned, which this group then owns. Raises WeightsError when not
         every member has come within spec.timeout_s."""
         self.spec = spec
@@ -91,22 +124,15 @@ class WeightGroup:
         self._store = None
 
 
-def _store(spec: GroupSpec, listener: socket.socket | None) -> TCPStore:
+def _store(spec: GroupSpec, listener: Listener | None) -> TCPStore:
     timeout = timedelta(seconds=spec.timeout_s)
     if (spec.rank == 0) != (listener is not None):
-        raise ValueError("rank 0, and only rank 0, brings the listening socket")
+        raise ValueError("rank 0, and only rank 0, brings the listener")
     if listener is None:
         return TCPStore(spec.host, spec.port, world_size=None, is_master=False, timeout=timeout, wait_for_workers=False)
-    # Left to itself, TCPStore listens on every interface.
-    return TCPStore(
-        spec.host,
-        spec.port,
-        world_size=None,
-        is_master=True,
-        timeout=timeout,
-        wait_for_workers=False,
-        master_listen_fd=listener.detach(),
-    )
+    store = listener.take()
+    store.set_timeout(timeout)
+    return store
 
 
 def _process_group(spec: GroupSpec, store: Store) -> Any:
