@@ -8,9 +8,12 @@ import time
 import pytest
 import torch
 
+from async_rl.data.evaluation import Evaluation
 from async_rl.learner.failure import RunFailed
 from async_rl.transport.messages import Ack, Error, Goodbye, Heartbeat, Lease
+from async_rl.types import WeightName
 
+from .ledger_samples import make_prompt
 from .scripted_members import Rollout, Scene, make_config
 
 pytestmark = pytest.mark.timeout(60)
@@ -148,3 +151,58 @@ def test_an_optimizer_step_waits_until_nothing_reads_the_weights() -> None:
         assert not scene.publisher.sending, "no send starts between begin_update and end_update"
         scene.publisher.end_update(1)
         scene.until("version 1 everywhere", lambda: [m.committed for m in scene.control.members] == [1, 1])
+
+
+def _evaluation(num: int) -> Evaluation:
+    return Evaluation([make_prompt(i) for i in range(20)], num, 0, WeightName(1, 0), time.monotonic() + 30)
+
+
+def test_with_several_rollouts_one_evaluates_its_version_while_the_others_get_the_next() -> None:
+    with Scene() as scene:
+        rollouts = [Rollout(scene, "a"), Rollout(scene, "b")]
+        scene.until("both serving", lambda: [m.committed for m in scene.control.members] == [0, 0])
+        evaluation = _evaluation(6)
+        with scene.control.changed:
+            assert scene.control.begin_evaluation(evaluation)
+            (evaluator,) = [m for m in scene.control.members if m.excused]
+            scene.publisher.end_update(1)
+        pinned, other = sorted(rollouts, key=lambda r: r.rollout_id != evaluator.rollout_id)
+        scene.until("version 1 on the other", lambda: scene.publisher.published == 1)
+        assert evaluator.committed == 0
+        leases = scene.until("its leases", lambda: len(_evals(pinned)) == 6 and _evals(pinned))
+        assert not _evals(other)
+        for lease in leases:
+            pinned.deliver(lease, [0], rewards=(1.0,))
+        scene.until("all answers", lambda: evaluation.done)
+        assert evaluation.accuracy == 1.0
+        with scene.control.changed:
+            scene.control.end_evaluation()
+        scene.until("version 1 on both", lambda: [m.committed for m in scene.control.members] == [1, 1])
+
+
+def test_an_answer_by_another_version_is_counted_as_mixed_and_not_used() -> None:
+    with Scene() as scene:
+        rollout = Rollout(scene, "a")
+        scene.until("serving", lambda: rollout.leases)
+        evaluation = _evaluation(2)
+        with scene.control.changed:
+            assert not scene.control.begin_evaluation(evaluation), "a single rollout: training waits"
+        first, second = scene.until("leases", lambda: len(_evals(rollout)) == 2 and _evals(rollout))
+        rollout.deliver(first, [0, 0], rewards=(0.0,))
+        rollout.deliver(second, [0, 1], rewards=(1.0,))
+        scene.until("both answers", lambda: evaluation.done)
+        assert (evaluation.accuracy, evaluation.mixed) == (0.0, 1)
+
+
+def test_a_group_of_the_wrong_size_is_refused_and_leased_again() -> None:
+    with Scene() as scene:
+        rollout = Rollout(scene, "a")
+        lease = scene.until("lease", lambda: rollout.leases)[0]
+        rollout.deliver(lease, [0], rewards=(1.0,))
+        (ack,) = scene.until("ack", lambda: _said(rollout, Ack))
+        assert (ack.outcome, ack.reason) == ("refused", "group_size")
+        scene.until("the next attempt", lambda: any(again.attempt == (1, 1) for again in rollout.leases))
+
+
+def _evals(rollout: Rollout) -> list[Lease]:
+    return [lease for lease in rollout.leases if lease.split == "eval"]

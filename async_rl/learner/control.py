@@ -199,7 +199,8 @@ class ControlPlane:
         if group.split == "eval":
             outcome, reason = self._evaluated(group, member)
         else:
-            verdict = self.ledger.accept(group, event.num_bytes, now)
+            whole = len(group.trajectories) == self.config.group_size
+            verdict = self.ledger.accept(group, event.num_bytes, now) if whole else self.ledger.refuse(group, "group_size", now)
             outcome, reason = verdict.outcome, verdict.reason
             if verdict.cancel is not None:
                 self._cancel(verdict.cancel[0], group.group_id, verdict.cancel[1], "another attempt was faster")
@@ -275,11 +276,41 @@ class ControlPlane:
 
     # ---- evaluation
 
+    def begin_evaluation(self, evaluation: Evaluation) -> bool:
+        """Hand its answers out from now on. True when one rollout of several does it alone, pinned to that version,
+        while training goes on with the others; False when training must wait for it."""
+        self.evaluation = evaluation
+        live = [m for m in self.members if m.live]
+        if len(live) < 2:
+            return False
+        evaluator = min(live, key=lambda m: len(m.held))
+        evaluator.excused = True
+        self.ledger.excuse(evaluator.rollout_id)
+        self.notice(f"{evaluator.rollout_id} evaluates version {evaluation.name.version}, training goes on with the others")
+        return True
+
+    def end_evaluation(self) -> None:
+        """Take back what is still out; an excused rollout counts again and gets the update it has missed."""
+        assert self.evaluation is not None
+        attempt = Attempt(self.evaluation.name.incarnation, 0)
+        self.evaluation = None
+        for member in self.members:
+            for eval_id in member.evaluating:
+                self.say(member.peer, Cancel(group_id=eval_id, attempt=attempt, reason="the evaluation ended"))
+            member.evaluating.clear()
+            if member.excused and member.committed is not None:
+                member.excused = False
+                self.ledger.committed(member.rollout_id, member.committed)
+        self.changed.notify_all()
+
     def _lease_evaluations(self, now: float) -> None:
         evaluation = self.evaluation
         if evaluation is None:
             return
+        alone = any(m.excused for m in self.members)
         for member in self.members:
+            if alone and not member.excused:
+                continue
             while member.committed == evaluation.name.version and len(member.evaluating) < self.config.rollout.max_num_seqs:
                 item = evaluation.next_lease()
                 if item is None:

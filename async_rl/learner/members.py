@@ -25,6 +25,7 @@ class Member:
     committed: int | None = None  # None until its first Committed: it then holds no lease
     held: set[int] = field(default_factory=set)  # training groups leased to it
     evaluating: set[int] = field(default_factory=set)  # evaluation ids leased to it
+    excused: bool = False  # pinned to an evaluated version: gets no update and no training lease until that ends
     generated_tokens: int = 0
     engine_age_s: float = 0.0
     phase: str = ""

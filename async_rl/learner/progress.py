@@ -27,7 +27,7 @@ log = get_logger(__name__)
 class Progress:
     def __init__(self, config: Config, run_dir: Path, incarnation: int, resume_step: int | None) -> None:
         self.run_dir, self.incarnation = run_dir, incarnation
-        self.evaluated = -1  # version of the newest evaluation
+        self.evaluated = -1  # version of the newest evaluation begun
         self._console = Console(config.num_steps)
         self._path = run_dir / "metrics.jsonl"
         self._sinks: list[Sink] = [JsonlSink(self._path, resume_step)]
@@ -76,8 +76,8 @@ class Progress:
         self._idle.clear()
         self._write(row)
 
-    def evaluation(self, version: int, evaluation: Evaluation, seconds: float) -> None:
-        self.evaluated = version
+    def evaluation(self, evaluation: Evaluation, seconds: float) -> None:
+        version = evaluation.name.version
         row = {
             "step": version,
             "incarnation": self.incarnation,

@@ -124,11 +124,15 @@ class Publisher:
             while True:
                 if self.port.closed:
                     return False
-                behind = any(m.committed != self.version for m in self.control.members)
+                behind = any(m.committed != self.version for m in self._served())
                 if behind and not self.mutating:
                     self.sending = True
                     return True
                 self.changed.wait(POLL_S)
+
+    def _served(self) -> list[Member]:
+        """Everybody but a rollout that an evaluation pins to its version."""
+        return [m for m in self.control.members if not m.excused]
 
     def _publish(self) -> None:
         """Version `self.version` to every member; starts over without those that are lost on the way."""
@@ -137,7 +141,7 @@ class Publisher:
         try:
             while sums is None:
                 with self.changed:
-                    members = list(self.control.members)
+                    members = self._served()
                 if not members:
                     return
                 try:

@@ -25,7 +25,6 @@ from async_rl.learner.publish import Publisher
 from async_rl.learner.rank import Rank
 from async_rl.learner.signals import Stop
 from async_rl.observability.waiting import waiting
-from async_rl.transport.messages import Cancel
 from async_rl.types import Prompt, WeightName
 
 T = TypeVar("T")
@@ -63,6 +62,7 @@ class Trainer:
     saved: int = -1  # version of the newest checkpoint
     skipped_in_a_row: int = 0
     failed_saves: int = 0
+    train_through: bool = False  # the running evaluation has a rollout of its own
 
     @property
     def commands(self) -> Commands:
@@ -71,13 +71,13 @@ class Trainer:
     def run(self) -> None:
         """From the current version to `num_steps`. Raises RunFailed or RunStopped."""
         if self.version == 0 or self.version >= self.config.num_steps:
-            self.evaluate()
+            self.evaluate(wait=True)
         while self.version < self.config.num_steps:
             self.step(self.next_batch())
             self.maybe_save()
             if self._due(self.config.eval.every) and self.version < self.config.num_steps:
-                self.evaluate()
-        self.evaluate()
+                self.evaluate(wait=False)
+        self.evaluate(wait=True)
         self.save()
 
     # ---- one step
@@ -138,33 +138,37 @@ class Trainer:
 
     # ---- evaluation and checkpoints
 
-    def evaluate(self) -> None:
-        """Greedy answers to the held-out draws, all by the current version; training waits, rollouts do not."""
+    def evaluate(self, wait: bool) -> None:
+        """Greedy answers to the held-out draws, all by the current version. Rollouts never wait for it; training does when
+        it must (`wait`, or a single rollout), and otherwise goes on."""
         if self.config.eval.draws == 0 or self.progress.evaluated == self.version:
             return
+        self._finish_evaluation()
         name = WeightName(self.control.identity.incarnation, self.version)
         self._wait(lambda: self.publisher.published >= self.version, f"a rollout to serve {name}", self._who)
-        started = time.monotonic()
-        evaluation = Evaluation(
-            self.heldout, self.config.eval.draws, self.config.seed, name, started + self.config.eval.timeout_s
-        )
+        self.progress.evaluated = self.version
+        deadline_s = time.monotonic() + self.config.eval.timeout_s
+        evaluation = Evaluation(self.heldout, self.config.eval.draws, self.config.seed, name, deadline_s)
         with self.control.changed:
-            self.control.evaluation = evaluation
-        try:
-            self._wait(lambda: evaluation.done or time.monotonic() > evaluation.deadline_s, f"the evaluation of {name}")
-        finally:
-            self._end_evaluation()
-        self.progress.waited("eval", time.monotonic() - started)
-        self.progress.evaluation(self.version, evaluation, time.monotonic() - started)
+            self.train_through = self.control.begin_evaluation(evaluation)
+        if wait or not self.train_through:
+            self._finish_evaluation()
 
-    def _end_evaluation(self) -> None:
-        with self.control.changed:
-            self.control.evaluation = None
-            for member in self.control.members:
-                for eval_id in member.evaluating:
-                    attempt = (self.control.identity.incarnation, 0)
-                    self.control.say(member.peer, Cancel(group_id=eval_id, attempt=attempt, reason="the evaluation ended"))
-                member.evaluating.clear()
+    def _finish_evaluation(self) -> None:
+        started = time.monotonic()
+        self._wait(lambda: self.control.evaluation is None, "the evaluation", self._who)
+        self.progress.waited("eval", time.monotonic() - started)
+
+    def _settle_evaluation(self) -> None:
+        """Under the lock, in every turn of every wait: close an evaluation that is done, late, or has lost its rollout."""
+        evaluation = self.control.evaluation
+        if evaluation is None:
+            return
+        lost = self.train_through and not any(m.excused for m in self.control.members)
+        now = time.monotonic()
+        if evaluation.done or lost or now > evaluation.deadline_s:
+            self.control.end_evaluation()
+            self.progress.evaluation(evaluation, self.config.eval.timeout_s - (evaluation.deadline_s - now))
 
     def _due(self, every: int) -> bool:
         return every > 0 and self.version % every == 0
@@ -204,6 +208,7 @@ class Trainer:
                 with self.control.changed:
                     self.stop.raise_if_asked()
                     self.control.raise_if_hopeless(time.monotonic())
+                    self._settle_evaluation()
                     result = ready()
                     if result:
                         return result
