@@ -218,7 +218,7 @@ class Stage:
         door = Door(
             self.path,
             hello,
-            lambda address: MemoryLink(address, max_message_bytes=1 << 20, heartbeat_timeout_s=0.6),
+            lambda address: MemoryLink(address, max_message_bytes=1 << 20, heartbeat_timeout_s=transport.heartbeat_timeout_s),
             transport.heartbeat_s,
             transport.heartbeat_timeout_s,
             transport.connect_timeout_s,

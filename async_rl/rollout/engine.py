@@ -22,7 +22,7 @@ class Engine(Protocol):
 
     async def generate(self, prompt_ids: np.ndarray, sampling: Sampling, request_id: str) -> Completion:
         """One answer; prompt_ids int32 [P]. finish_reason "abort" after `abort`. A prompt the engine refuses gives
-        "error" and no tokens. Raises EngineDead when the engine core is gone."""
+        "error" and no tokens. Cancelling the call ends the request. Raises EngineDead when the engine core is gone."""
         ...
 
     async def abort(self, request_ids: list[str]) -> None:
