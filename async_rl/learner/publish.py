@@ -11,7 +11,8 @@ from __future__ import annotations
 import secrets
 import threading
 import time
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -71,7 +72,6 @@ class Publisher:
         self.stats: dict[str, float] = {}
         self._membership = Membership(0, [])
         self._errors: dict[str, int] = {}
-        self._pool = ThreadPoolExecutor(max_workers=2, thread_name_prefix="broadcast")
         self._thread = threading.Thread(target=self._run, name="publisher", daemon=True)
 
     # ---- the trainer's side
@@ -98,7 +98,6 @@ class Publisher:
         self._thread.join(timeout=5.0)
         if self._membership.group is not None:
             self._membership.group.close()
-        self._pool.shutdown(wait=False, cancel_futures=True)
 
     # ---- the thread
 
@@ -199,8 +198,12 @@ class Publisher:
             membership=membership.number,
             timeout_s=self.control.config.weights.phase_timeout_s,
         )
-        forming = self._pool.submit(WeightGroup, spec, sock)
-        membership.group = self._outcome(forming, membership, "form the weight group")
+        forming = _in_thread(WeightGroup, spec, sock)
+        try:
+            membership.group = self._outcome(forming, membership, "form the weight group")
+        except BaseException:
+            forming.add_done_callback(_close_late)
+            raise
         return membership
 
     _tag = ""
@@ -242,7 +245,7 @@ class Publisher:
             bucket = self.port.fetch(k)
             if in_flight is not None:
                 self._outcome(in_flight, membership, f"receive bucket {k - 1}")
-            in_flight = self._pool.submit(membership.group.broadcast, bucket)
+            in_flight = _in_thread(membership.group.broadcast, bucket)
             digests.append(digest(bucket))
         if in_flight is not None:
             self._outcome(in_flight, membership, "receive the last bucket")
@@ -353,3 +356,23 @@ class Publisher:
         for rollout_id, reply in list(self.control.replies.get(("error", 0), {}).items()):
             if rollout_id in membership.ids - done and isinstance(reply, Error):
                 self.control.expel(rollout_id, f"it could not commit version {version}: {reply.text}", now)
+
+
+def _in_thread(call: Callable[..., Any], *args: Any) -> Future[Any]:
+    """Run a blocking group operation in a daemon thread: one that is stuck with a dead member must not hold up the exit."""
+    future: Future[Any] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(call(*args))
+        except BaseException as e:
+            future.set_exception(e)
+
+    threading.Thread(target=run, name="broadcast", daemon=True).start()
+    return future
+
+
+def _close_late(forming: Future[WeightGroup]) -> None:
+    """A group that formed after it was given up."""
+    if forming.exception() is None:
+        forming.result().close()

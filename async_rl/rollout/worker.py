@@ -42,6 +42,7 @@ class Worker:
                 joined = await self.door.join()
             except Ended as end:
                 return str(end)
+            await self.pulse.check()  # the wait for a learner may have been long; its first heartbeat must not say so
             log.info("joined as %s, incarnation %d", joined.welcome.rollout_id, joined.welcome.incarnation)
             membership = Membership(self, joined)
             try:
