@@ -126,6 +126,16 @@ async def test_a_prompt_that_fills_the_context_is_an_error_without_tokens() -> N
     assert (completion.finish_reason, len(completion.token_ids)) == ("error", 0)
 
 
+async def test_the_toy_samples_nothing_before_it_has_weights_to_name() -> None:
+    engine = ToyEngine({}, Script(), max_model_len=512)
+    running = asyncio.create_task(generate(engine))
+    await asyncio.sleep(0.02)
+    assert engine.generated_tokens == 0
+    engine.name = V1
+    engine._serving.set()
+    assert len((await running).token_ids) == 40
+
+
 async def test_an_aborted_request_returns_what_it_has() -> None:
     engine = toy(token_delay_s=0.005)
     running = asyncio.create_task(generate(engine, num=400))
