@@ -53,6 +53,7 @@ class Membership:
     group: WeightGroup | None = None
     ranks: dict[str, int] = field(default_factory=dict)  # rollout id -> first rank
     world_size: int = 1
+    tag: str = ""  # random, tells its keys in the store from any other's
 
     @property
     def ids(self) -> set[str]:
@@ -173,7 +174,7 @@ class Publisher:
             membership = self._form(members)
         else:
             membership = self._membership
-            self._say_prepare(membership, "", 0, self._tag)
+            self._say_prepare(membership, "", 0)
         self._await("prepared", membership)
         return membership
 
@@ -186,13 +187,13 @@ class Publisher:
         self._membership = membership
         host = self.control.config.transport.host
         sock, port = listen(host)
-        self._tag = secrets.token_hex(8)
-        self._say_prepare(membership, host, port, self._tag)
+        membership.tag = secrets.token_hex(8)
+        self._say_prepare(membership, host, port)
         spec = GroupSpec(
             backend=self.backend,
             host=host,
             port=port,
-            tag=self._tag,
+            tag=membership.tag,
             rank=0,
             world_size=membership.world_size,
             membership=membership.number,
@@ -206,9 +207,7 @@ class Publisher:
             raise
         return membership
 
-    _tag = ""
-
-    def _say_prepare(self, membership: Membership, host: str, port: int, tag: str) -> None:
+    def _say_prepare(self, membership: Membership, host: str, port: int) -> None:
         with self.changed:
             self.control.replies.clear()
             for member in membership.members:
@@ -220,7 +219,7 @@ class Publisher:
                         "backend": self.backend,
                         "host": host,
                         "port": port,
-                        "tag": tag,
+                        "tag": membership.tag,
                         "rank": membership.ranks[member.rollout_id],
                         "world_size": membership.world_size,
                         "manifest": self.manifest.to_dict(),
