@@ -137,8 +137,9 @@ def fault_at(monkeypatch, place: str) -> None:
         monkeypatch.setattr(module.FileSystemWriter, "finish", full)
     elif place == "folder":
         monkeypatch.setattr(Path, "mkdir", full)
-    elif place == "rename":
-        monkeypatch.setattr(Path, "rename", full)
+    elif place == "rename":  # after an older one of the same step was moved aside
+        rename = Path.rename
+        monkeypatch.setattr(Path, "rename", lambda p, to: full() if p.name.endswith(".partial") else rename(p, to))
     else:
         write = module._write
         monkeypatch.setattr(module, "_write", lambda path, data: full() if path.name == place else write(path, data))
@@ -156,6 +157,7 @@ def test_a_disk_that_fills_at_any_write_leaves_older_checkpoints_whole(saved, mo
         with pytest.raises(CheckpointError, match=rf"checkpoint of step {step} could not be written .*No space left"):
             checkpointer.save(step, policy, optimizer, b"new")
     assert not list(checkpointer.directory.glob(".*.partial"))
+    assert (checkpointer.directory / "step_000002").is_dir()
     folder = checkpointer.latest_complete()
     assert folder is not None and folder.name >= "step_000002"
     assert module._problem(checkpointer.directory / "step_000001") == ""
