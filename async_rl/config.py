@@ -277,7 +277,8 @@ def _impossible(c: Config) -> list[tuple[bool, str]]:
         ),
         (
             c.max_group_bytes > c.transport.max_message_bytes,
-            f"transport.max_message_bytes is {c.transport.max_message_bytes}, but one group can take {c.max_group_bytes}: raise it",
+            f"transport.max_message_bytes is {c.transport.max_message_bytes}, but one group can take {c.max_group_bytes}: "
+            "raise it",
         ),
         (
             window * c.max_group_bytes > c.transport.max_buffered_bytes,
@@ -286,8 +287,8 @@ def _impossible(c: Config) -> list[tuple[bool, str]]:
         ),
         (
             not c.transport.insecure and not c.transport.host.startswith(LOOPBACK),
-            f"transport.host is {c.transport.host}, beyond loopback without keys: keep 127.0.0.1, or set transport.insecure=true "
-            "on a network you trust",
+            f"transport.host is {c.transport.host}, beyond loopback without keys: keep 127.0.0.1, or set "
+            "transport.insecure=true on a network you trust",
         ),
         (
             c.learner.warmup_fraction + c.learner.hold_fraction > 1,
