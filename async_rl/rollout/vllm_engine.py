@@ -101,14 +101,14 @@ class VllmEngine:
         private_dir = tempfile.mkdtemp(prefix="arl-")
         started = time.monotonic()
         try:
-            engine, core = vllm_setup.start(config, private_dir, timeout_s)
+            return cls(*vllm_setup.start(config, private_dir, timeout_s), private_dir)
         except Exception as e:
             shutil.rmtree(private_dir, ignore_errors=True)
             raise EngineDead(
                 f"vLLM did not start with model.path={config.model.path}: {_one_line(e)} (its own log lines are above)"
             ) from e
-        log.info("vLLM started in %.1f s, its core is process %s", time.monotonic() - started, core.pid)
-        return cls(engine, core, private_dir)
+        finally:
+            log.info("starting vLLM took %.1f s", time.monotonic() - started)
 
     # ---- sampling
 

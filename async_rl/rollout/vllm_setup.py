@@ -46,7 +46,6 @@ def environment(config: Config, private_dir: str, timeout_s: float) -> dict[str,
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # keeps the CPU platform on the in-core executor; the core is still a process
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # "auto" would pin every rollout of a host to the same cores
         "OMP_NUM_THREADS": str(config.rollout.threads),
-        "TORCHDYNAMO_DISABLE": "1",  # else the first log-prob compiles C++, and kills the core where there is no compiler
         "VLLM_RPC_BASE_PATH": private_dir,
         "VLLM_ENGINE_READY_TIMEOUT_S": str(max(1, int(timeout_s))),
         "VLLM_NO_USAGE_STATS": "1",
@@ -55,6 +54,8 @@ def environment(config: Config, private_dir: str, timeout_s: float) -> dict[str,
         "VLLM_LOGGING_LEVEL": "WARNING",
         "TOKENIZERS_PARALLELISM": "false",
     }
+    if torch.version.cuda is None:  # else the first log-prob compiles C++, and kills the core where there is no compiler
+        env["TORCHDYNAMO_DISABLE"] = "1"
     if config.transport.host.startswith("127."):
         env |= {"VLLM_HOST_IP": "127.0.0.1", "VLLM_LOOPBACK_IP": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo"}
     if Path(config.model.path).is_dir():
@@ -70,12 +71,19 @@ def start(config: Config, private_dir: str, timeout_s: float) -> tuple[AsyncLLM,
     os.environ.update(environment(config, private_dir, timeout_s))
     torch.set_num_threads(config.rollout.threads)
     from vllm.platforms import current_platform
-    from vllm.v1.engine.async_llm import AsyncLLM
 
     on_cpu = current_platform.is_cpu()
     for module in PREIMPORT + (PREIMPORT_CPU if on_cpu else ()):
         importlib.import_module(module)
-    vllm_config = engine_args(config, on_cpu).create_engine_config()
+    return _fork(engine_args(config, on_cpu), private_dir)
+
+
+def _fork(arguments: Any, private_dir: str) -> tuple[AsyncLLM, BaseProcess]:
+    """A function of its own: something in vllm keeps the frames that were live when it was first imported, and with them
+    their variables, so `start` and its caller must not hold the engine in one."""
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    vllm_config = arguments.create_engine_config()
     os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"  # only now: the line above sets it to spawn on a CPU
     with _core_dies_with_us(), _temporary_files_in(private_dir):
         before = set(multiprocessing.active_children())

@@ -32,14 +32,18 @@ def finish(total: int) -> str:
 
 
 def tensor_sum(name: str, tensor: torch.Tensor) -> int:
-    """crc32(name) * sum over rows r of (r + 1) * sum of the row's raw integers, mod 2**64.
+    """crc32(name) * sum over rows r of (r + 1) * sum of the row's bits, read as integers, mod 2**64.
 
-    The weights by name and row make a tensor that landed under another name, or with its rows moved, show.
+    The weights by name and row make a tensor that landed under another name, or with its rows moved, show. Rows are what
+    fusing leaves whole. A row is read as int64 where its length allows, which is an order of magnitude faster.
     """
     if tensor.numel() == 0:
         return 0
-    rows = tensor.detach().reshape(tensor.shape[0] if tensor.dim() else 1, -1)
-    raw = rows.contiguous().view(INTEGERS[tensor.element_size()])
+    rows = tensor.detach().reshape(tensor.shape[0] if tensor.dim() else 1, -1).contiguous()
+    row_bytes = rows.shape[1] * rows.element_size()
+    if rows.storage_offset() * rows.element_size() % 8:
+        rows = rows.clone()
+    raw = rows.view(torch.int64 if row_bytes % 8 == 0 else INTEGERS[rows.element_size()])
     sums = raw.sum(dim=1, dtype=torch.int64)  # int64 wraps, which is arithmetic mod 2**64
     weights = torch.arange(1, len(sums) + 1, dtype=torch.int64, device=sums.device)
     return int((sums * weights).sum()) * (zlib.crc32(name.encode()) | 1) % MODULUS

@@ -15,7 +15,7 @@ import torch
 from async_rl.weights.base import WeightsError
 from async_rl.weights.checksum import digest, finish, tensor_sum
 from async_rl.weights.group import GroupSpec, WeightGroup
-from async_rl.weights.manifest import Manifest
+from async_rl.weights.manifest import Bucket, Manifest
 
 
 class Receiver:
@@ -100,16 +100,17 @@ class Receiver:
         staging = self._staging
         if self._group is None:
             self._group = WeightGroup(self.spec)
-        with ThreadPoolExecutor(1, thread_name_prefix="digest") as pool:  # hashing overlaps the next broadcast
-            digests = []
+        views = list(self._views(staging))
+        with ThreadPoolExecutor(1, thread_name_prefix="digest") as pool:  # checking overlaps the next broadcast
+            checks = []
             for bucket in self.manifest.buckets:
                 if self._closed:
                     raise WeightsError(f"membership {self.spec.membership} was left while weights were arriving")
-                piece = staging[bucket.start : bucket.end]
-                self._group.broadcast(piece)
-                digests.append(pool.submit(digest, piece))
-            self.checksum = finish(sum(tensor_sum(name, tensor) for name, tensor in self._views(staging)))
-            return [d.result() for d in digests]
+                self._group.broadcast(staging[bucket.start : bucket.end])
+                checks.append(pool.submit(_check, bucket, staging[bucket.start : bucket.end], self.manifest, views))
+            found = [check.result() for check in checks]
+        self.checksum = finish(sum(total for _, total in found))
+        return [hashed for hashed, _ in found]
 
     def _leave(self) -> None:
         if self._group is not None:
@@ -119,3 +120,9 @@ class Receiver:
     def _release(self) -> None:
         self._leave()
         self._staging = None
+
+
+def _check(bucket: Bucket, piece: torch.Tensor, manifest: Manifest, views: list[tuple[str, torch.Tensor]]) -> tuple[str, int]:
+    """Digest of a bucket, and the checksum's sum over the tensors that it completes."""
+    whole = [p.tensor for p in bucket.parts if p.tensor_offset + p.num_bytes == manifest.tensors[p.tensor].num_bytes]
+    return digest(piece), sum(tensor_sum(*views[i]) for i in whole)

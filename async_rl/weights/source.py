@@ -64,12 +64,16 @@ class WeightSource:
         bucket = self.manifest.buckets[k]
         if k == 0:
             self._current, self._sums = None, {}
-        out = self._buffer(k)[: bucket.num_bytes].zero_() if self._root else None
+        out = self._buffer(k)[: bucket.num_bytes] if self._root else None
+        filled = 0
         for part in bucket.parts:
             whole = self._full(part.tensor)
             if out is not None:
-                piece = whole[part.tensor_offset : part.tensor_offset + part.num_bytes]
-                out[part.bucket_offset : part.bucket_offset + part.num_bytes].copy_(piece)
+                out[filled : part.bucket_offset].zero_()  # the alignment gap: both sides hash it
+                filled = part.bucket_offset + part.num_bytes
+                out[part.bucket_offset : filled].copy_(whole[part.tensor_offset : part.tensor_offset + part.num_bytes])
+        if out is not None:
+            out[filled:].zero_()
         if k == len(self.manifest.buckets) - 1:
             self._current = None
         return out
