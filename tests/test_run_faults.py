@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.runs import Run, assert_books_balance, random_model, train
+from .runs import Run, assert_books_balance, random_model, train
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(300)]
 TOY = ("rollout.engine=toy", "model.make=null", "groups_per_step=4", "rollout.num_slots=4", "eval.draws=8", "eval.every=0")
