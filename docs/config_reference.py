@@ -23,7 +23,7 @@ Written by `make docs` from `async_rl/config.py`; edit the docstrings there.
 
 def render() -> str:
     """The page: a table per section, the top level first."""
-    sections = {name: f.annotation for name, f in Config.model_fields.items() if _is_section(f.annotation)}
+    sections = {name: f.annotation for name, f in Config.model_fields.items() if f.annotation and _is_section(f.annotation)}
     parts = [HEAD, _table("Top level", "", Config)]
     parts += [_table(f"`{name}`", f"{name}.", section) for name, section in sections.items()]
     return "\n".join(parts)
