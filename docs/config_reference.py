@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
@@ -23,13 +23,13 @@ Written by `make docs` from `async_rl/config.py`; edit the docstrings there.
 
 def render() -> str:
     """The page: a table per section, the top level first."""
-    sections = {name: f.annotation for name, f in Config.model_fields.items() if f.annotation and _is_section(f.annotation)}
+    sections = {name: f.annotation for name, f in Config.model_fields.items()}
     parts = [HEAD, _table("Top level", "", Config)]
-    parts += [_table(f"`{name}`", f"{name}.", section) for name, section in sections.items()]
+    parts += [_table(f"`{name}`", f"{name}.", section) for name, section in sections.items() if _is_section(section)]
     return "\n".join(parts)
 
 
-def _is_section(annotation: Any) -> bool:
+def _is_section(annotation: Any) -> TypeGuard[type[BaseModel]]:
     return isinstance(annotation, type) and issubclass(annotation, BaseModel)
 
 
