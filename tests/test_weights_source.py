@@ -57,6 +57,14 @@ def test_a_second_pass_reads_the_parameters_anew():
     assert source.checksum() == checksum([("w", torch.ones(10))])
 
 
+def test_a_pass_that_was_given_up_leaves_nothing_stale_for_the_next():
+    weight = torch.nn.Parameter(torch.zeros(5000))
+    source = WeightSource([("w", weight)], torch.bfloat16, 4096)
+    source.gather(0)  # a tensor of several buckets is kept for the next one
+    weight.data += 1
+    assert read_all(source)["w"] == bytes_of(torch.ones(5000).bfloat16())
+
+
 def test_a_tied_tensor_is_sent_once_and_named_as_a_tie():
     weight = torch.randn(4, 2)
     source = WeightSource([("embed.weight", weight), ("norm", torch.ones(2)), ("head.weight", weight)], torch.float32, 4096)
