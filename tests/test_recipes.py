@@ -115,7 +115,7 @@ def test_a_recipe_that_fails_halfway_leaves_no_folder(monkeypatch: pytest.Monkey
 
 
 def test_greedy_accuracy_is_that_of_the_answers_transformers_generates() -> None:
-    model = tiny.new_model(0).eval()
+    model: Any = tiny.new_model(0).eval()
     prompts = [addition(a, b) for a, b in ((1, 2), (47, 38), (100, 100), (3, 99))]
     tokenizer = character_tokenizer(64)
     answers = []
@@ -151,7 +151,7 @@ def test_smollm2_knows_the_capital_of_france_and_ends_its_turn(tmp_path: Path) -
     out = tmp_path / "smollm2"
     smollm2.make_smollm2(out)
     tokenizer = load_tokenizer(ModelConfig(path=str(out)))
-    model = AutoModelForCausalLM.from_pretrained(out)
+    model: Any = AutoModelForCausalLM.from_pretrained(out)
     ids = encode_prompt(tokenizer, "What is the capital of France?", chat=True)
     answer = model.generate(torch.from_numpy(ids)[None].long(), max_new_tokens=24, do_sample=False)[0, len(ids) :].numpy()
     assert decoder(tokenizer)(answer) == "The capital of France is Paris."

@@ -98,7 +98,7 @@ class RewardPool:
         return self._pool.schedule(_score_in_worker, args=args, timeout=self._timeout_s)
 
     def _new_pool(self) -> ProcessPool:
-        context = multiprocessing.get_context("spawn")
+        context: Any = multiprocessing.get_context("spawn")  # pebble's annotation names the fork context only
         return ProcessPool(self._num_workers, initializer=_start_worker, initargs=(os.getpid(),), context=context)
 
     def _probe(self) -> str:

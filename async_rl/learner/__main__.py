@@ -81,7 +81,7 @@ def _init_distributed(config: Config, device: torch.device) -> None:
     if "RANK" in os.environ:
         dist.init_process_group(backend, timeout=timeout)
     else:
-        alone = dist.distributed_c10d.HashStore()
+        alone = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
         dist.init_process_group(backend, store=alone, rank=0, world_size=1, timeout=timeout)
 
 

@@ -59,9 +59,11 @@ def lead(config: Config, folder: Path, rank: Rank, checkpoint: bytes | None, sto
     publisher = Publisher(control, rank.source, _backend(config), version)
 
     def checkpoint_state() -> bytes:
-        return msgpack.packb(
+        packed = msgpack.packb(
             {"version": trainer.version, "prompts": prompts.state_dict(), "ledger": ledger.state_dict(encode_group)}
         )
+        assert packed is not None
+        return packed
 
     trainer = Trainer(config, rank, control, publisher, progress, tasks.heldout, stop, version, checkpoint_state)
     trainer.saved = version if state else -1

@@ -67,7 +67,7 @@ class BatchTensors(NamedTuple):
 
     logp_behav_R: Tensor
     advantages_R: Tensor
-    lags_R: Tensor
+    fresh_R: Tensor  # bool, tokens of answers that the current version sampled alone, so on a KV cache of its own
     num_tokens_N: Tensor  # int64, trainable tokens of each trajectory
 
 
@@ -156,7 +156,7 @@ class PolicyUpdate:
         loss = contribution(token_loss.loss, scale_T, all_T, self.num_ranks, n)
         tally.add("loss", loss.item() / self.num_ranks, 0.0)
         tally.collect(diagnostics.mismatch(prox_T, behav_T, all_T))
-        tally.collect(diagnostics.mismatch(prox_T, behav_T, tensors.lags_R[slots_T] == 0, "_lag0"))
+        tally.collect(diagnostics.mismatch(prox_T, behav_T, tensors.fresh_R[slots_T], "_lag0"))
         tally.collect(diagnostics.correction(prox_T, behav_T, weight_T, all_T))
         tally.collect(diagnostics.clipping(token_loss, logp_T, prox_T, all_T))
         tally.add("policy/entropy", entropy_T.double().sum().item(), len(slots_T))
@@ -200,7 +200,10 @@ class PolicyUpdate:
     def _tensors(self, batch: Batch) -> BatchTensors:
         sequence_R = torch.from_numpy(np.repeat(np.arange(batch.num_trajectories), batch.response_lengths))
         num_tokens_N = num_tokens_per_sequence(torch.from_numpy(batch.mask), sequence_R, batch.num_trajectories)
-        host = (torch.from_numpy(batch.logp_behav), torch.from_numpy(batch.advantages), torch.from_numpy(batch.lags))
+        zeros_N = torch.zeros(batch.num_trajectories, dtype=torch.int32)
+        head_lags_N = zeros_N.index_reduce(0, sequence_R, torch.from_numpy(batch.lags), "amax")
+        fresh_R = (head_lags_N == 0)[sequence_R]
+        host = (torch.from_numpy(batch.logp_behav), torch.from_numpy(batch.advantages), fresh_R)
         return BatchTensors(*(x.to(self.device) for x in (*host, num_tokens_N)))
 
 

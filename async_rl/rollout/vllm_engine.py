@@ -84,6 +84,7 @@ class VllmEngine:
 
     def __init__(self, engine: AsyncLLM, core: BaseProcess, private_dir: str) -> None:
         self.generated_tokens = 0
+        self.stall_s = 0.0  # from pause to resume, at the last commit
         self._engine = engine
         self._core = core
         self._private_dir = private_dir
@@ -258,23 +259,17 @@ class VllmEngine:
         await self._alive(self._engine.shutdown_weight_transfer_engine())
 
     async def _swap(self, name: WeightName, in_flight: InFlight) -> str:
-        from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
-
         engine, core = self._engine, self._engine.engine_core
         while self._num_entering:
             await asyncio.sleep(0)
         # Not engine.pause_generation: it adds 20 ms of sleep, for the caller's convenience only.
         mode = "abort" if in_flight == "abort" else "keep"
         await core.pause_scheduler_async(mode=mode, clear_cache=in_flight != "keep")
-        try:
-            await engine.start_weight_update()
-        except Exception:  # a commit that timed out half-way left its session open
-            await engine.finish_weight_update()
-            await engine.start_weight_update()
-        await engine.update_weights(WeightTransferUpdateRequest(update_info={}))
-        await engine.finish_weight_update(weight_version=str(name))
-        (checksum,) = await engine.collective_rpc("async_rl_checksum")
+        start = time.monotonic()
+        (checksum,) = await engine.collective_rpc("async_rl_load")
+        await engine.update_weight_version(str(name))
         await core.resume_scheduler_async()
+        self.stall_s = time.monotonic() - start
         return checksum
 
     async def _arrived(self, timeout_s: float) -> list[str] | None:

@@ -52,6 +52,7 @@ def environment(config: Config, private_dir: str, timeout_s: float) -> dict[str,
         "DO_NOT_TRACK": "1",
         "VLLM_PLUGINS": "",
         "VLLM_LOGGING_LEVEL": "WARNING",
+        "VLLM_LOGGING_STREAM": "ext://sys.stderr",
         "TOKENIZERS_PARALLELISM": "false",
     }
     if torch.version.cuda is None:  # else the first log-prob compiles C++, and kills the core where there is no compiler

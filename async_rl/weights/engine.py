@@ -120,7 +120,14 @@ class WorkerExt:
         except WeightsError as e:
             return {"digests": None, "error": str(e)}
 
-    def async_rl_checksum(self) -> str:
+    def async_rl_load(self) -> str:
+        """One whole update session of vLLM's, in one call because the engine is paused meanwhile; returns the checksum."""
+        worker: Any = self
+        if worker._weight_update_active:  # left open by a session that broke off
+            worker.finish_weight_update()
+        worker.start_weight_update()
+        worker.update_weights({})
+        worker.finish_weight_update()
         return self.weight_transfer_engine.checksum
 
 
