@@ -1,8 +1,9 @@
 """What a weight update costs: transfer against one bare broadcast of as many bytes, and the stall of a running engine.
 
 Transfer is learner to one receiver over loopback (gloo), with gather, digests on both sides and the receiver's checksum; the
-bare broadcast moves one flat buffer over a group of the same kind and looks at nothing. The two take turns. Stall is the
-wall time of `commit` (pause, load, check, label, resume) on real vLLM with the tiny policy, 8 answers in flight.
+bare broadcast moves one flat buffer over a group of the same kind and looks at nothing. The two take turns. Stall is the time
+from pause to resume (load, check, label) on real vLLM with the tiny policy, 8 answers in flight; commit is the whole
+call, which also waits for the decoding step under way.
 Prints one JSON object; takes about half a minute, most of it vLLM's start. `--no-engine` leaves the stall out.
 """
 
@@ -141,11 +142,18 @@ async def stalls(engine: VllmEngine, model: Any) -> dict[str, Any]:
                 await engine.staged(TIMEOUT_S)
                 start = time.perf_counter()
                 assert await engine.commit(WeightName(1, version), mode, TIMEOUT_S) == source.checksum()
-                seen[mode].append(time.perf_counter() - start)
+                seen[mode].append((engine.stall_s, time.perf_counter() - start))
                 await asyncio.gather(*running)
                 version += 1
     await engine.close()
-    return {mode: {"median": ms(statistics.median(taken)), "max": ms(max(taken))} for mode, taken in seen.items()}
+    return {
+        mode: {
+            "stall_median": ms(statistics.median(stall for stall, _ in taken)),
+            "stall_max": ms(max(stall for stall, _ in taken)),
+            "commit_median": ms(statistics.median(commit for _, commit in taken)),
+        }
+        for mode, taken in seen.items()
+    }
 
 
 def ms(seconds: float) -> float:
@@ -163,7 +171,7 @@ def main() -> None:
             model.save_pretrained(folder)
             tree = {"num_steps": 1, "groups_per_step": 1, "group_size": 2, "model": {"path": folder, "max_model_len": 256}}
             engine = VllmEngine.create(parse_config(tree | {"rollout": {"max_new_tokens": 64}}), timeout_s=300)
-            result["stall_ms"] = asyncio.run(stalls(engine, model))
+            result["update_ms"] = asyncio.run(stalls(engine, model))
     result["tiny"] = transfer(list(model.named_parameters()))
     result["large"] = transfer([(f"w{i}", torch.randn(1024, 1024 + i)) for i in range(64)])
     print(json.dumps(result))
