@@ -62,7 +62,8 @@ class Membership:
 
 class Publisher:
     def __init__(self, control: ControlPlane, source: WeightSource, backend: Literal["gloo", "nccl"], version: int) -> None:
-        self.control, self.source, self.backend = control, source, backend
+        self.control, self.source = control, source
+        self.backend: Literal["gloo", "nccl"] = backend
         self.manifest = source.manifest
         self.changed = control.changed
         self.port = GatherPort(self.changed)
