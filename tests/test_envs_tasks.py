@@ -96,7 +96,7 @@ def test_every_item_is_a_prompt_or_is_counted_as_dropped(monkeypatch: pytest.Mon
         Item("x" * 60, "1"),
     )
     built = build_prompts(config(data__prompt="{question}", data__heldout_fraction=0.0, eval__draws=0), Characters())
-    assert built.dropped == {"repeated": 1, "unscorable": 2, "too_long": 1}
+    assert built.dropped == {"off_options": 0, "repeated": 1, "unscorable": 2, "too_long": 1}
     assert len(built.train) == 9
 
 
@@ -151,3 +151,9 @@ def test_a_task_that_cannot_be_built_is_explained_in_one_sentence(changes: dict[
         build_prompts(config(**changes), Characters())
     assert says in str(refused.value)
     assert "\n" not in str(refused.value)
+
+
+def test_numbers_of_other_lengths_than_the_options_ask_for_are_left_out_and_counted() -> None:
+    built = build_prompts(config(), Characters())
+    assert built.dropped["off_options"] > 0
+    assert all(len(prompt.text) == len("47+38=") for prompt in (*built.train, *built.heldout))

@@ -34,6 +34,7 @@ class Item:
 
     question: str
     answer: str
+    off_options: bool = False  # the source gave something else than its options ask for
 
 
 class Env(Protocol):

@@ -21,7 +21,7 @@ NOISE = re.compile(r"[A-Za-z_]+|\s+|[?!:;,'\"]|\.(?!\d)")
 
 
 class Tasks(NamedTuple):
-    """`dropped` counts items by reason: repeated, unscorable (no gold answer), too_long."""
+    """`dropped` counts items by reason: off_options, repeated, unscorable (no gold answer), too_long."""
 
     train: list[Prompt]
     heldout: list[Prompt]
@@ -44,10 +44,13 @@ def build_prompts(config: Config, tokenizer: Any) -> Tasks:
     A prompt that leaves no room for `rollout.max_new_tokens` within `model.max_model_len` is dropped as too_long (BR-073).
     Raises TaskError when the dataset is unknown, the options are wrong, or a side that is needed stays empty.
     """
-    tasks = Tasks([], [], {"repeated": 0, "unscorable": 0, "too_long": 0})
+    tasks = Tasks([], [], {"off_options": 0, "repeated": 0, "unscorable": 0, "too_long": 0})
     room_tokens = config.model.max_model_len - config.rollout.max_new_tokens
     seen: set[str] = set()
     for item in load_items(config.data, config.seed):
+        if item.off_options:
+            tasks.dropped["off_options"] += 1
+            continue
         text = _render(config.data.prompt, item)
         if text in seen:
             tasks.dropped["repeated"] += 1

@@ -41,7 +41,7 @@ DATA = DataConfig(
         "allow_parentheses": False,
         "allow_negation": False,
     },
-    num_items=10_000,
+    num_items=20_000,
     prompt="{expression}=",
     reward="async_rl.envs.rewards:exact_last_field",
     heldout_fraction=0.1,

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import re
 from typing import Any
 
 from async_rl.config import DataConfig
@@ -28,7 +29,8 @@ def load_items(data: DataConfig, seed: int) -> list[Item]:
         for index in range(data.num_items):
             raw = dataset[index]
             answer = raw.get("answer")
-            items.append(Item(question=str(raw["question"]), answer="" if answer is None else str(answer)))
+            question = str(raw["question"])
+            items.append(Item(question, "" if answer is None else str(answer), off_options=_off_digits(data, question)))
     except Exception as e:  # any of a hundred generators, any error
         raise TaskError(
             f"reasoning-gym's '{data.dataset}' failed on item {len(items)} with data.options={data.options}: "
@@ -57,6 +59,14 @@ def _dataset(data: DataConfig, seed: int) -> Any:
         return create_dataset(data.dataset, seed=seed, size=data.num_items, **data.options)
     except (AssertionError, TypeError, ValueError) as e:
         raise TaskError(f"data.options={data.options} is refused by reasoning-gym's '{data.dataset}': {e}") from e
+
+
+def _off_digits(data: DataConfig, question: str) -> bool:
+    """To this generator d digits mean 0..10^d: asked for two, it also gives 7 and 100."""
+    if data.dataset != "basic_arithmetic" or not {"min_digits", "max_digits"} <= data.options.keys():
+        return False
+    lengths = [len(number) for number in re.findall(r"\d+", question)]
+    return any(not data.options["min_digits"] <= length <= data.options["max_digits"] for length in lengths)
 
 
 def _check_division(data: DataConfig) -> None:
