@@ -40,7 +40,7 @@ def test_three_seeds_reach_93_percent_within_five_minutes(seed: int, tmp_path: P
     assert result["eval_first"] < 0.50
     assert result["eval_last"] >= 0.93
     assert seconds < 300, "warm-up, engine start and training on two idle cores"
-    assert_books_balance(result, trained=120 * 16)
+    assert_books_balance(result, trained=160 * 16)
 
 
 @pytest.mark.slow
