@@ -42,7 +42,7 @@ class Worker:
                 joined = await self.door.join()
             except Ended as end:
                 return str(end)
-            await self.pulse.check()  # the wait for a learner may have been long; its first heartbeat must not say so
+            self.pulse.restart()  # the wait for a learner may have been long; its first heartbeat must not say so
             log.info("joined as %s, incarnation %d", joined.welcome.rollout_id, joined.welcome.incarnation)
             membership = Membership(self, joined)
             try:
@@ -197,6 +197,10 @@ class Pulse:
     def age_s(self) -> float:
         """Since the engine core last answered; a healthy one stays below every_s and a step."""
         return time.monotonic() - self._answered_s
+
+    def restart(self) -> None:
+        """Count the age from now: nobody has asked for a while."""
+        self._answered_s = time.monotonic()
 
     async def check(self) -> None:
         """Returns when the engine answers: a frozen one joins nothing until it wakes. Raises EngineDead after timeout_s.
