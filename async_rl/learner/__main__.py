@@ -21,7 +21,7 @@ from async_rl.learner import LearnerError
 from async_rl.learner.checkpoint import Checkpointer
 from async_rl.learner.commands import Commands
 from async_rl.learner.failure import RunStopped
-from async_rl.learner.lead import lead
+from async_rl.learner.lead import lead, weight_backend
 from async_rl.learner.model import hf_named_parameters, load_policy
 from async_rl.learner.optim import PolicyOptimizer
 from async_rl.learner.rank import Rank
@@ -94,11 +94,12 @@ def _build(config: Config, folder: Path, device: torch.device) -> Rank:
     assert isinstance(group, dist.ProcessGroup)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     named = hf_named_parameters(policy)
+    place = device if weight_backend(config) == "nccl" else torch.device("cpu")  # gloo sends from host memory
     return Rank(
         policy=policy,
         optimizer=optimizer,
         update=PolicyUpdate(config, policy, optimizer, group),
-        source=WeightSource(named, dtype, config.weights.bucket_bytes, root=dist.get_rank() == 0),
+        source=WeightSource(named, dtype, config.weights.bucket_bytes, root=dist.get_rank() == 0, device=place),
         commands=Commands(group),
         checkpointer=Checkpointer(folder / "checkpoints", config.checkpoint.keep, group),
         group=group,

@@ -56,7 +56,7 @@ def lead(config: Config, folder: Path, rank: Rank, checkpoint: bytes | None, sto
         heartbeat_timeout_s=transport.heartbeat_timeout_s,
     )
     control = ControlPlane(config, hub, ledger, prompts, identity, version, progress.notice)
-    publisher = Publisher(control, rank.source, _backend(config), version)
+    publisher = Publisher(control, rank.source, weight_backend(config), version)
 
     def checkpoint_state() -> bytes:
         packed = msgpack.packb(
@@ -149,7 +149,7 @@ def _announce(progress: Progress, tasks: Tasks, identity: Identity, version: int
         progress.notice(f"resumed version {version} as incarnation {identity.incarnation}")
 
 
-def _backend(config: Config) -> Literal["gloo", "nccl"]:
+def weight_backend(config: Config) -> Literal["gloo", "nccl"]:
     """NCCL refuses two ranks on one card, so `auto` takes it only when learner and engines have cards of their own."""
     if config.weights.backend != "auto":
         return config.weights.backend
