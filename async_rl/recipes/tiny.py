@@ -11,6 +11,7 @@ Shape legend: N questions, B questions of a batch, L tokens of question and answ
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -58,6 +59,7 @@ BATCH = 64
 PEAK_LR = 3e-3
 EXTRA_LR = 5e-4
 WARMUP_STEPS = 50
+MAX_THREADS = 2  # more do not help a model this small
 IGNORED = -100
 
 ACCURACY_BAND = (0.25, 0.50)
@@ -82,7 +84,7 @@ def make_tiny(out: Path, seed: int) -> dict[str, Any]:
     """
     disable_progress_bar()
     started, cpu_started = time.monotonic(), time.process_time()
-    torch.set_num_threads(1)
+    torch.set_num_threads(min(MAX_THREADS, len(os.sched_getaffinity(0))))
     tokenizer = character_tokenizer(MAX_MODEL_LEN)
     config = Config(
         seed=seed,
