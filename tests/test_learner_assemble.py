@@ -102,6 +102,12 @@ def test_the_result_can_be_recomputed_from_the_rows() -> None:
     assert result["idle_s"]["batch"] == 5.0
 
 
+def test_the_last_accuracy_never_counts_the_evaluation_before_the_first_step() -> None:
+    evals = [{"eval/version": v, "eval/accuracy": a} for v, a in ((0, 0.3), (20, 0.8))]
+    assert summarize(evals, {})["eval_last"] == 0.8
+    assert summarize(evals[:1], {})["eval_last"] == 0.3
+
+
 def test_a_run_that_ended_before_its_first_step_has_a_result_too() -> None:
     result = summarize([], {"balanced": True})
     assert result["steps"] == 0

@@ -9,7 +9,7 @@ import statistics
 from typing import Any
 
 ENDS = 5  # steps averaged for the first and the last reward
-LAST_EVALS = 3  # evaluations whose median is `eval_last`
+LAST_EVALS = 3  # evaluations whose median is `eval_last`; never the first, unless it is the only one
 
 
 def summarize(rows: list[dict[str, Any]], books: dict[str, Any]) -> dict[str, Any]:
@@ -27,7 +27,7 @@ def summarize(rows: list[dict[str, Any]], books: dict[str, Any]) -> dict[str, An
         "reward_first": _mean(rewards[:ENDS]),
         "reward_last": _mean(rewards[-ENDS:]),
         "eval_first": accuracies[0] if accuracies else None,
-        "eval_last": statistics.median(accuracies[-LAST_EVALS:]) if accuracies else None,
+        "eval_last": statistics.median(accuracies[1:][-LAST_EVALS:] or accuracies) if accuracies else None,
         "evals": [[row["eval/version"], row["eval/accuracy"]] for row in evals],
         "lag_mean": sum(row["lag/mean"] * row["batch/num_tokens"] for row in steps) / tokens if tokens else None,
         "lag_max": max((row["lag/max"] for row in steps), default=None),
