@@ -22,7 +22,7 @@ from async_rl.data.prompts import PromptStream
 from async_rl.learner.failure import RunFailed
 from async_rl.learner.leases import evaluation_lease, training_lease
 from async_rl.learner.members import Member, Members
-from async_rl.observability.log import get_logger
+from async_rl.observability.log import get_logger, rare
 from async_rl.transport.base import Delivered, Event, Hub, Peer
 from async_rl.transport.messages import (
     PROTOCOL,
@@ -68,10 +68,12 @@ class ControlPlane:
         prompts: PromptStream,
         identity: Identity,
         resumed_version: int,
+        vocab_size: int,
         notice: Callable[[str], None],
     ) -> None:
         self.config, self.hub, self.ledger, self.prompts = config, hub, ledger, prompts
         self.identity, self.resumed_version, self.notice = identity, resumed_version, notice
+        self.vocab_size = vocab_size  # ids below it can be scored
         self.changed = threading.Condition(threading.RLock())
         self.members = Members()
         self.evaluation: Evaluation | None = None
@@ -156,7 +158,7 @@ class ControlPlane:
         elif isinstance(message, Error):
             member.heard_s = now
             log.warning("%s reports %s: %s", member.rollout_id, message.code, message.text)
-            self._reply("error", 0, member, message)
+            self._reply("error", message.membership, member, message)
         else:
             self.events["unexpected_message"] += 1
 
@@ -169,13 +171,15 @@ class ControlPlane:
             "run id": (self.identity.run_id, hello.run_id),
             "config digest": (self.identity.config_digest, hello.config_digest),
             "tokenizer digest": (self.identity.tokenizer_digest, hello.tokenizer_digest),
+            "number of engine workers": (1, hello.num_workers),
         }
         for what, (mine, theirs) in ours.items():
             if mine != theirs:
                 text = f"{hello.name} was refused: its {what} is {theirs}, the learner's is {mine}"
                 self.say(peer, Error(code="fatal", text=text))
-                self.notice(text)
                 self.events["refused_hello"] += 1
+                if rare(self.events["refused_hello"]):
+                    self.notice(text)
                 return
         predecessor = self.members.named(hello.name)
         if predecessor is not None:
@@ -199,8 +203,8 @@ class ControlPlane:
         if group.split == "eval":
             outcome, reason = self._evaluated(group, member)
         else:
-            whole = len(group.trajectories) == self.config.group_size
-            verdict = self.ledger.accept(group, event.num_bytes, now) if whole else self.ledger.refuse(group, "group_size", now)
+            unfit = self._unfit(group)
+            verdict = self.ledger.refuse(group, unfit, now) if unfit else self.ledger.accept(group, event.num_bytes, now)
             outcome, reason = verdict.outcome, verdict.reason
             if verdict.cancel is not None:
                 self._cancel(verdict.cancel[0], group.group_id, verdict.cancel[1], "another attempt was faster")
@@ -213,6 +217,18 @@ class ControlPlane:
             self.say(member.peer, ack)
         if outcome == "refused":
             self.events[f"refused/{reason}"] += 1
+            if rare(self.events[f"refused/{reason}"]):
+                log.warning("refused group %d of %s: %s", group.group_id, group.rollout_id, reason)
+
+    def _unfit(self, group: Group) -> str:
+        """What no honest rollout would send, whoever sends it: the reason, or ""."""
+        if len(group.trajectories) != self.config.group_size:
+            return "group_size"
+        if any(t.num_tokens > self.config.rollout.max_new_tokens for t in group.trajectories):
+            return "too_long"
+        if any(int(t.token_ids.max(initial=0)) >= self.vocab_size for t in group.trajectories):
+            return "token_out_of_vocabulary"
+        return ""
 
     def _screen(self, group: Group) -> None:
         """Drop at once what no batch can use, so that its slot is free again."""

@@ -55,7 +55,8 @@ def lead(config: Config, folder: Path, rank: Rank, checkpoint: bytes | None, sto
         insecure=transport.insecure,
         heartbeat_timeout_s=transport.heartbeat_timeout_s,
     )
-    control = ControlPlane(config, hub, ledger, prompts, identity, version, progress.notice)
+    vocab_size = rank.policy.hf.get_input_embeddings().num_embeddings
+    control = ControlPlane(config, hub, ledger, prompts, identity, version, vocab_size, progress.notice)
     publisher = Publisher(control, rank.source, weight_backend(config), version)
 
     def checkpoint_state() -> bytes:
