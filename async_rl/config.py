@@ -10,13 +10,15 @@ import difflib
 import hashlib
 import json
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-LOOPBACK = ("127.", "localhost", "::1", "[::1]")
+LOOPBACK = ("127.", "localhost", "::1")
+Seconds = Annotated[float, Field(ge=1e-3, le=1e7)]
+Few = Annotated[int, Field(ge=1, le=4096)]  # processes, threads, groups in flight
 
 
 class ConfigError(Exception):
@@ -24,7 +26,9 @@ class ConfigError(Exception):
 
 
 class Section(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, protected_namespaces=())
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", use_attribute_docstrings=True, protected_namespaces=(), allow_inf_nan=False
+    )
 
 
 class ModelConfig(Section):
@@ -56,7 +60,7 @@ class DataConfig(Section):
 
 
 class RolloutConfig(Section):
-    count: int = Field(default=1, ge=1)
+    count: Few = 1
     """Rollout processes that `train` starts on this host."""
     engine: Literal["vllm", "toy"] = "vllm"
     """The inference engine; `toy` is scripted, for tests and simulations."""
@@ -64,36 +68,36 @@ class RolloutConfig(Section):
     """Longest answer, in tokens."""
     temperature: float = Field(default=1.0, gt=0)
     """Sampling temperature; the learner divides its logits by the same."""
-    stop: list[str] = Field(default_factory=list)
+    stop: list[Annotated[str, Field(min_length=1)]] = Field(default_factory=list)
     """Strings that end an answer, beside the model's own end tokens."""
-    num_slots: int = Field(default=8, ge=1)
+    num_slots: Few = 8
     """Groups in flight per rollout."""
-    max_num_seqs: int = Field(default=64, ge=1)
+    max_num_seqs: Few = 64
     """Answers the engine decodes at once."""
     kv_cache_bytes: int = Field(default=64 << 20, ge=1 << 20)
     """KV cache of the engine, in bytes. Always explicit: vLLM's own default takes nearly all memory on a CPU."""
-    threads: int = Field(default=1, ge=1)
+    threads: Few = 1
     """CPU threads of the engine."""
-    reward_workers: int = Field(default=1, ge=1)
+    reward_workers: Few = 1
     """Processes that run the reward function."""
-    reward_timeout_s: float = Field(default=10.0, gt=0)
+    reward_timeout_s: Seconds = 10.0
     """An answer not scored within this time counts as unscorable and its scorer is replaced."""
-    lease_timeout_s: float = Field(default=300.0, gt=0)
+    lease_timeout_s: Seconds = 300.0
     """A group not delivered within this time is leased again."""
-    max_attempts: int = Field(default=3, ge=1)
+    max_attempts: Few = 3
     """Leases of one group before it is dropped as failed."""
-    start_timeout_s: float = Field(default=300.0, gt=0)
+    start_timeout_s: Seconds = 300.0
     """Longest wait for the first rollout to be ready."""
-    timeout_s: float = Field(default=120.0, gt=0)
+    timeout_s: Seconds = 120.0
     """With no rollout left, the learner waits this long for one to join, then exits."""
 
 
 class LearnerConfig(Section):
-    ranks: int = Field(default=1, ge=1)
+    ranks: Few = 1
     """Learner processes under torchrun on this host."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where the learner computes."""
-    threads: int = Field(default=1, ge=1)
+    threads: Few = 1
     """CPU threads of each rank."""
     microbatch_tokens: int = Field(default=8192, ge=1)
     """Most tokens, padding included, in one forward pass of one rank."""
@@ -107,7 +111,7 @@ class LearnerConfig(Section):
     """Share of the steps at the end held at the minimum."""
     min_lr_ratio: float = Field(default=0.1, ge=0, le=1)
     """Minimum learning rate over the peak, reached by a cosine."""
-    betas: tuple[float, float] = (0.9, 0.99)
+    betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.9, 0.99)
     """AdamW's moment decays."""
     weight_decay: float = Field(default=0.0, ge=0)
     """AdamW's decoupled weight decay."""
@@ -115,7 +119,7 @@ class LearnerConfig(Section):
     """Global gradient norm is clipped to this."""
     max_skipped_steps: int = Field(default=5, ge=1)
     """Steps in a row that change nothing (non-finite, or no trainable token) before the run stops."""
-    step_timeout_s: float = Field(default=1800.0, gt=0)
+    step_timeout_s: Seconds = 1800.0
     """Longest any collective of the learner group may take."""
 
 
@@ -153,11 +157,11 @@ class TransportConfig(Section):
     """Control port; data takes the next one. 0 lets the system choose, found through the discovery file."""
     insecure: bool = False
     """Allow a host beyond loopback without keys."""
-    heartbeat_s: float = Field(default=1.0, gt=0)
+    heartbeat_s: Seconds = 1.0
     """Interval of heartbeats, both ways."""
-    heartbeat_timeout_s: float = Field(default=15.0, gt=0)
+    heartbeat_timeout_s: Seconds = 15.0
     """Silence after which a rollout is expelled."""
-    connect_timeout_s: float = Field(default=120.0, gt=0)
+    connect_timeout_s: Seconds = 120.0
     """A rollout that hears nothing from a learner for this long exits."""
     max_message_bytes: int = Field(default=64 << 20, ge=1 << 16)
     """Largest group on the wire; a larger one is refused and counted."""
@@ -168,11 +172,11 @@ class TransportConfig(Section):
 class WeightsConfig(Section):
     backend: Literal["auto", "gloo", "nccl"] = "auto"
     """Broadcast backend; auto is NCCL when learner and engines have GPUs of their own, else gloo."""
-    bucket_bytes: int = Field(default=32 << 20, ge=1 << 12)
+    bucket_bytes: int = Field(default=32 << 20, ge=1 << 12, le=1 << 34)
     """Bytes per broadcast."""
     in_flight: Literal["keep", "recompute", "abort"] = "keep"
     """Running answers at an update: go on with the old KV cache, rebuild it, or resubmit as a prefix."""
-    phase_timeout_s: float = Field(default=60.0, gt=0)
+    phase_timeout_s: Seconds = 60.0
     """Longest any phase of an update may take before the silent rollout is expelled."""
 
 
@@ -192,7 +196,7 @@ class EvalConfig(Section):
     """Steps between evaluations; 0 evaluates before the first and after the last step only."""
     draws: int = Field(default=512, ge=0)
     """Held-out prompts per evaluation, drawn with replacement, answered greedily; 0 turns evaluation off."""
-    timeout_s: float = Field(default=300.0, gt=0)
+    timeout_s: Seconds = 300.0
     """Longest an evaluation may take; what is missing then is counted, not guessed."""
 
 
@@ -204,7 +208,7 @@ class ObserveConfig(Section):
 
 
 class Config(Section):
-    seed: int = 0
+    seed: int = Field(default=0, ge=0, lt=2**31)
     """Seed of data order, sampling and model recipes."""
     run_dir: str | None = None
     """Where logs, metrics, checkpoints and the report go; by default a new folder `runs/<config>/<time>`."""
@@ -310,13 +314,11 @@ def load_config(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -
     """
     path = Path(path)
     if not path.is_file():
-        raise ConfigError(f"config file {path} does not exist: give the path of a YAML file such as configs/quickstart.yaml")
-    for item in overrides:
-        if "=" not in item:
-            raise ConfigError(f"override '{item}' has no '=': write key=value, for example num_steps=10")
+        what = "is no regular file" if path.exists() else "does not exist"
+        raise ConfigError(f"config file {path} {what}: give the path of a YAML file such as configs/quickstart.yaml")
+    given = _parse_overrides(overrides)
     try:
-        merged = OmegaConf.merge(OmegaConf.load(path), OmegaConf.from_dotlist(list(overrides)))
-        tree = OmegaConf.to_container(merged, resolve=True)
+        tree = OmegaConf.to_container(OmegaConf.merge(OmegaConf.load(path), given), resolve=True)
     except (OmegaConfBaseException, ValueError, OSError) as e:
         raise ConfigError(f"{path}: {_one_line(e)}") from None
     except Exception as e:  # yaml's own error classes share no base with OmegaConf's
@@ -324,6 +326,21 @@ def load_config(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -
     if not isinstance(tree, dict):
         raise ConfigError(f"{path} holds no mapping at its top level: see configs/quickstart.yaml")
     return parse_config(tree)
+
+
+def _parse_overrides(overrides: list[str] | tuple[str, ...]) -> DictConfig:
+    given = OmegaConf.create({})
+    for item in overrides:
+        if "=" not in item:
+            raise ConfigError(f"override '{item}' has no '=': write key=value, for example num_steps=10")
+        try:
+            given.merge_with_dotlist([item])
+        except Exception as e:  # yaml's and OmegaConf's errors share no base, and some dotlists end in an IndexError
+            raise ConfigError(
+                f"override '{item}' cannot be read ({_one_line(e)}): the value is YAML, so text with braces, brackets, "
+                "stars or colons wants quotes of its own, for example data.prompt='\"{expression}=\"'"
+            ) from None
+    return given
 
 
 def parse_config(tree: dict[Any, Any]) -> Config:

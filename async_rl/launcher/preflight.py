@@ -5,7 +5,6 @@ Imports config and launcher.plan only; loads neither model nor engine. Every com
 
 from __future__ import annotations
 
-import difflib
 import importlib.util
 import os
 import re
@@ -14,6 +13,7 @@ import tempfile
 from pathlib import Path
 
 from async_rl.config import Config, ConfigError
+from async_rl.launcher.datasets import check_dataset
 from async_rl.launcher.plan import Machine, Plan
 
 HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
@@ -38,7 +38,7 @@ def inspect(config: Config, plan: Plan, machine: Machine, run_dir: Path) -> None
     """Raises ConfigError for the first thing that would keep this run from starting."""
     check_model(config)
     check_reward(config.data.reward)
-    check_dataset(config.data.dataset)
+    check_dataset(config.data)
     check_devices(config, plan, machine)
     check_ports(config)
     check_run_dir(run_dir)
@@ -83,23 +83,6 @@ def check_reward(reward: str) -> None:
         )
 
 
-def check_dataset(name: str) -> None:
-    """By the names written in reasoning-gym's source: importing it takes seconds."""
-    spec = importlib.util.find_spec("reasoning_gym")
-    if spec is None or not spec.submodule_search_locations:
-        return  # absent here: the learner's own machine will say
-    named = re.compile(r"""(?:DATASET_NAME\s*=\s*|register_dataset\(\s*)["'](\w+)["']""")
-    folder = Path(spec.submodule_search_locations[0])
-    known = {match for file in folder.rglob("*.py") for match in named.findall(file.read_text(errors="replace"))}
-    if known and name not in known:
-        raise ConfigError(f"data.dataset is '{name}', which reasoning-gym does not have: {_nearest(name, known)}")
-
-
-def _nearest(name: str, known: set[str]) -> str:
-    near = difflib.get_close_matches(name, sorted(known), n=1)
-    return f"did you mean '{near[0]}'?" if near else "its gallery lists the names, for example basic_arithmetic"
-
-
 def check_devices(config: Config, plan: Plan, machine: Machine) -> None:
     num_gpus, ranks = len(machine.gpus), config.learner.ranks
     if config.learner.device == "cuda" and not num_gpus:
@@ -135,7 +118,10 @@ def check_ports(config: Config) -> None:
 
 def check_run_dir(run_dir: Path) -> None:
     """It, or the nearest folder above it that exists, must be a folder that can be written; nothing is created."""
-    nearest = next(p for p in (run_dir, *run_dir.parents) if p.exists())
+    try:
+        nearest = next(p for p in (run_dir, *run_dir.parents) if p.exists())
+    except (OSError, ValueError) as e:  # too long, or with a zero byte
+        raise ConfigError(f"run_dir is {str(run_dir)[:60]}..., which cannot be a path ({e}): choose another"[:300]) from None
     if not nearest.is_dir():
         raise ConfigError(f"run_dir is {run_dir}, but {nearest} is no folder: choose another")
     try:

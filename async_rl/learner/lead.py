@@ -17,8 +17,8 @@ from async_rl.config import Config
 from async_rl.data.ledger import Ledger
 from async_rl.data.prompts import PromptStream
 from async_rl.data.record import Rules
-from async_rl.envs.tasks import Tasks, build_prompts
-from async_rl.envs.text import load_tokenizer, tokenizer_digest
+from async_rl.envs.tasks import Tasks
+from async_rl.envs.text import tokenizer_digest
 from async_rl.learner.commands import Code
 from async_rl.learner.control import ControlPlane, Identity
 from async_rl.learner.failure import RunFailed, RunStopped
@@ -37,13 +37,12 @@ log = get_logger(__name__)
 LINGER_S = 2.0
 
 
-def lead(config: Config, folder: Path, rank: Rank, checkpoint: bytes | None, stop: Stop) -> int:
+def lead(config: Config, folder: Path, rank: Rank, tasks: Tasks, checkpoint: bytes | None, stop: Stop) -> int:
     """Train to the end; returns the exit code."""
     state = msgpack.unpackb(checkpoint, strict_map_key=False) if checkpoint else None
     version = state["version"] if state else 0
     run_id = json.loads((folder / "run.json").read_text())["run_id"]
     identity = Identity(run_id, config.digest(), tokenizer_digest(config.model), _next_incarnation(folder))
-    tasks = build_prompts(config, load_tokenizer(config.model))
     progress = Progress(config, folder, identity.incarnation, version if state else None)
     ledger, prompts = _data(config, tasks, identity.incarnation, state)
     _announce(progress, tasks, identity, version, bool(state))
@@ -68,6 +67,7 @@ def lead(config: Config, folder: Path, rank: Rank, checkpoint: bytes | None, sto
 
     trainer = Trainer(config, rank, control, publisher, progress, tasks.heldout, stop, version, checkpoint_state)
     trainer.saved = version if state else -1
+    stop.remember()
     control.start()
     publisher.start()
     discovery = folder / "learner.json"

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections import defaultdict
+from collections import defaultdict, deque
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from async_rl.observability.log import get_logger
 from async_rl.observability.sinks import Console, JsonlSink, Sink, TensorBoardSink, read_rows
 
 log = get_logger(__name__)
+RATE_S = 10.0
 
 
 class Progress:
@@ -35,7 +36,7 @@ class Progress:
             self._sinks.append(TensorBoardSink(run_dir / "tensorboard"))
         self._idle: dict[str, float] = defaultdict(float)  # seconds this step waited, by what for
         self._started = self._last = time.monotonic()
-        self._last_tokens = 0
+        self._generated: deque[tuple[float, int]] = deque([(self._started, 0)])  # (when, tokens) of the last RATE_S seconds
         self._lock = threading.Lock()  # notices come from the control thread, steps from the training thread
 
     def notice(self, text: str) -> None:
@@ -52,7 +53,6 @@ class Progress:
         now = time.monotonic()
         elapsed = max(now - self._last, 1e-9)
         with control.changed:
-            generated = control.members.generated_tokens
             row = {
                 "step": version,
                 "version": version,
@@ -62,7 +62,7 @@ class Progress:
                 **publisher.stats,
                 "time/step_s": elapsed,
                 "samples_per_s": metrics["batch/num_samples"] / elapsed,
-                "rollout/tokens_per_s": (generated - self._last_tokens) / elapsed,
+                "rollout/tokens_per_s": self._rate(now, control.members.generated_tokens),
                 "rollout/num_live": sum(m.live for m in control.members),
                 "idle/learner_s": self._idle["batch"],
                 **{f"idle/{what}_s": seconds for what, seconds in self._idle.items()},
@@ -72,9 +72,17 @@ class Progress:
         if skipped:
             row["skipped"] = skipped
             self.notice(f"step after version {version} was skipped: {skipped}")
-        self._last, self._last_tokens = now, generated
+        self._last = now
         self._idle.clear()
         self._write(row)
+
+    def _rate(self, now: float, tokens: int) -> float:
+        """Tokens a second over the last RATE_S: rollouts report with their heartbeats, which may come less often than steps."""
+        self._generated.append((now, tokens))
+        while len(self._generated) > 2 and now - self._generated[1][0] > RATE_S:
+            self._generated.popleft()
+        since, before = self._generated[0]
+        return max(0, tokens - before) / max(now - since, 1e-9)
 
     def evaluation(self, evaluation: Evaluation, seconds: float) -> None:
         version = evaluation.name.version

@@ -87,6 +87,7 @@ def _run(run_dir: Path, name: str) -> Outcome:
     for variable in FOREIGN:
         os.environ.pop(variable, None)
     torch.set_num_threads(config.rollout.threads)
+    log.info("starting the %s engine, then joining the run in %s", config.rollout.engine, run_dir)
     engine = _engine(config)
     rollout = config.rollout
     pool = RewardPool(config.data.reward, rollout.reward_workers, rollout.reward_timeout_s)
