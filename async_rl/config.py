@@ -43,21 +43,30 @@ class DataConfig(Section):
     """A reasoning-gym dataset by name."""
     options: dict[str, Any] = Field(default_factory=dict)
     """Options of that dataset, passed through."""
+    path: str | None = None
+    """Your own data instead of a dataset: a JSONL file with one object per line, `prompt` as text or as a list of chat
+    messages, and any further fields, which the reward gets."""
+    heldout_path: str | None = None
+    """A second such file for evaluation, instead of a share of the first."""
     num_items: int = Field(default=10_000, ge=1)
     """Items drawn from the generator; questions that repeat are kept once."""
-    prompt: str = "{question}"
-    """Format string over an item's fields; `{question}` as given, `{expression}` without words and spaces."""
+    prompt: str | None = None
+    """Format string over an item's fields. A dataset has `{question}` (the default), as given, and `{expression}`, without
+    words and spaces; a file has the fields of its lines (default `{prompt}`)."""
     chat: bool = False
     """Wrap the prompt as a user message in the tokenizer's chat template."""
+    system: str | None = None
+    """System message before the prompt; needs chat."""
     reward: str = "async_rl.envs.rewards:exact_last_field"
-    """`package.module:function`, called as `reward(prompt, answer, **fields) -> float`."""
+    """`package.module:function`, called as `reward(prompt, answer, **fields)`; returns a number, or a dict with `score` and
+    further numbers to be logged. May be async."""
     heldout_fraction: float = Field(default=0.1, ge=0, lt=1)
-    """Share of the questions kept for evaluation, chosen by a hash of the question."""
+    """Share of the prompts kept for evaluation, chosen by a hash of the question."""
 
 
 class RolloutConfig(Section):
-    count: int = Field(default=1, ge=1)
-    """Rollout processes that `train` starts on this host."""
+    count: int = Field(default=1, ge=0)
+    """Rollout processes that `train` starts on this host; more may join with `async-rl rollout`."""
     engine: Literal["vllm", "toy"] = "vllm"
     """The inference engine; `toy` is scripted, for tests and simulations."""
     max_new_tokens: int = Field(default=256, ge=1)
@@ -91,6 +100,8 @@ class RolloutConfig(Section):
 class LearnerConfig(Section):
     ranks: int = Field(default=1, ge=1)
     """Learner processes under torchrun on this host."""
+    replicas: int = Field(default=1, ge=1)
+    """Copies of the policy that the ranks hold between them, each sharded over ranks / replicas (HSDP when more than 1)."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where the learner computes."""
     threads: int = Field(default=1, ge=1)
@@ -181,6 +192,8 @@ class CheckpointConfig(Section):
     """Steps between checkpoints; 0 saves only at the end."""
     keep: int = Field(default=2, ge=1)
     """Complete checkpoints kept."""
+    keep_best: bool = False
+    """Save at every evaluation, too, and keep the checkpoint with the best held-out score beside the newest."""
     resume: bool = True
     """Continue from the newest complete checkpoint in `run_dir`, if there is one."""
     max_failed_saves: int = Field(default=3, ge=1)
@@ -194,6 +207,8 @@ class EvalConfig(Section):
     """Held-out prompts per evaluation, drawn with replacement, answered greedily; 0 turns evaluation off."""
     timeout_s: float = Field(default=300.0, gt=0)
     """Longest an evaluation may take; what is missing then is counted, not guessed."""
+    target: float | None = None
+    """End the run when an evaluation reaches this score."""
 
 
 class ObserveConfig(Section):
@@ -289,6 +304,22 @@ def _impossible(c: Config) -> list[tuple[bool, str]]:
             not c.transport.insecure and not c.transport.host.startswith(LOOPBACK),
             f"transport.host is {c.transport.host}, beyond loopback without keys: keep 127.0.0.1, or set "
             "transport.insecure=true on a network you trust",
+        ),
+        (
+            c.learner.ranks % c.learner.replicas != 0,
+            f"learner.replicas is {c.learner.replicas}, which does not divide learner.ranks={c.learner.ranks}",
+        ),
+        (
+            c.data.heldout_path is not None and c.data.path is None,
+            "data.heldout_path is set without data.path: name the file to train on, too",
+        ),
+        (
+            c.data.system is not None and not c.data.chat,
+            "data.system is set, but data.chat is false: a system message needs the chat template, set data.chat=true",
+        ),
+        (
+            c.eval.draws == 0 and (c.eval.target is not None or c.checkpoint.keep_best),
+            "eval.draws is 0, but eval.target and checkpoint.keep_best need evaluations: set eval.draws, for example to 512",
         ),
         (
             c.learner.warmup_fraction + c.learner.hold_fraction > 1,
