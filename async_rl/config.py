@@ -16,7 +16,8 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-LOOPBACK = ("127.", "localhost", "::1")
+from async_rl.config_rules import impossible
+
 Seconds = Annotated[float, Field(ge=1e-3, le=1e7)]
 Few = Annotated[int, Field(ge=1, le=4096)]  # processes, threads, groups in flight
 
@@ -47,21 +48,30 @@ class DataConfig(Section):
     """A reasoning-gym dataset by name."""
     options: dict[str, Any] = Field(default_factory=dict)
     """Options of that dataset, passed through."""
+    path: str | None = None
+    """Your own data instead of a dataset: a JSONL file with one object per line, `prompt` as text or as a list of chat
+    messages, and any further fields, which the reward gets."""
+    heldout_path: str | None = None
+    """A second such file for evaluation, instead of a share of the first."""
     num_items: int = Field(default=10_000, ge=1)
     """Items drawn from the generator; questions that repeat are kept once."""
-    prompt: str = "{question}"
-    """Format string over an item's fields; `{question}` as given, `{expression}` without words and spaces."""
+    prompt: str | None = None
+    """Format string over an item's fields. A dataset has `{question}` (the default), as given, and `{expression}`, without
+    words and spaces; a file has the fields of its lines (default `{prompt}`)."""
     chat: bool = False
     """Wrap the prompt as a user message in the tokenizer's chat template."""
+    system: str | None = None
+    """System message before the prompt; needs chat."""
     reward: str = "async_rl.envs.rewards:exact_last_field"
-    """`package.module:function`, called as `reward(prompt, answer, **fields) -> float`."""
+    """`package.module:function`, called as `reward(prompt, answer, **fields)`; returns a number, or a dict with `score` and
+    further numbers to be logged. May be async."""
     heldout_fraction: float = Field(default=0.1, ge=0, lt=1)
-    """Share of the questions kept for evaluation, chosen by a hash of the question."""
+    """Share of the prompts kept for evaluation, chosen by a hash of the question."""
 
 
 class RolloutConfig(Section):
-    count: Few = 1
-    """Rollout processes that `train` starts on this host."""
+    count: int = Field(default=1, ge=0, le=4096)
+    """Rollout processes that `train` starts on this host; more may join with `async-rl rollout`."""
     engine: Literal["vllm", "toy"] = "vllm"
     """The inference engine; `toy` is scripted, for tests and simulations."""
     max_new_tokens: int = Field(default=256, ge=1)
@@ -95,6 +105,8 @@ class RolloutConfig(Section):
 class LearnerConfig(Section):
     ranks: Few = 1
     """Learner processes under torchrun on this host."""
+    replicas: int = Field(default=1, ge=1)
+    """Copies of the policy that the ranks hold between them, each sharded over ranks / replicas (HSDP when more than 1)."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where the learner computes."""
     threads: Few = 1
@@ -185,6 +197,8 @@ class CheckpointConfig(Section):
     """Steps between checkpoints; 0 saves only at the end."""
     keep: int = Field(default=2, ge=1)
     """Complete checkpoints kept."""
+    keep_best: bool = False
+    """Save at every evaluation, too, and keep the checkpoint with the best held-out score beside the newest."""
     resume: bool = True
     """Continue from the newest complete checkpoint in `run_dir`, if there is one."""
     max_failed_saves: int = Field(default=3, ge=1)
@@ -198,6 +212,8 @@ class EvalConfig(Section):
     """Held-out prompts per evaluation, drawn with replacement, answered greedily; 0 turns evaluation off."""
     timeout_s: Seconds = 300.0
     """Longest an evaluation may take; what is missing then is counted, not guessed."""
+    target: float | None = None
+    """End the run when an evaluation reaches this score."""
 
 
 class ObserveConfig(Section):
@@ -235,7 +251,7 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _possible(self) -> Config:
-        for broken, sentence in _impossible(self):
+        for broken, sentence in impossible(self):
             if broken:
                 raise ValueError(sentence)
         return self
@@ -250,60 +266,6 @@ class Config(Section):
         """What learner and rollouts must agree on: everything but where files go and how much is logged."""
         content = self.model_dump(mode="json", exclude={"run_dir", "observe"})
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
-
-
-def _impossible(c: Config) -> list[tuple[bool, str]]:
-    """(broken, sentence) for each combination that cannot work; sentences name key, value and fix."""
-    window = c.groups_per_step * (c.max_staleness + 1)
-    return [
-        (
-            c.group_size < 2,
-            f"group_size is {c.group_size}, but algorithm.advantage={c.algorithm.advantage} compares siblings: use 2 or more",
-        ),
-        (
-            c.rollout.max_new_tokens >= c.model.max_model_len,
-            f"rollout.max_new_tokens is {c.rollout.max_new_tokens}, which leaves no room for a prompt within "
-            f"model.max_model_len={c.model.max_model_len}: lower the one or raise the other",
-        ),
-        (
-            c.learner.microbatch_tokens < c.model.max_model_len,
-            f"learner.microbatch_tokens is {c.learner.microbatch_tokens}, less than one answer of "
-            f"model.max_model_len={c.model.max_model_len} tokens: raise it to at least that",
-        ),
-        (
-            c.max_staleness > 0 and c.algorithm.correction == "none",
-            f"max_staleness is {c.max_staleness} with algorithm.correction=none: stale tokens need a correction, "
-            "use token_truncate or max_staleness=0",
-        ),
-        (
-            c.algorithm.num_minibatches > c.groups_per_step,
-            f"algorithm.num_minibatches is {c.algorithm.num_minibatches}, more than groups_per_step={c.groups_per_step}",
-        ),
-        (
-            c.max_group_bytes > c.transport.max_message_bytes,
-            f"transport.max_message_bytes is {c.transport.max_message_bytes}, but one group can take {c.max_group_bytes}: "
-            "raise it",
-        ),
-        (
-            window * c.max_group_bytes > c.transport.max_buffered_bytes,
-            f"transport.max_buffered_bytes is {c.transport.max_buffered_bytes}, but a full window of {window} groups can take "
-            f"{window * c.max_group_bytes}: raise it",
-        ),
-        (
-            not c.transport.insecure and not c.transport.host.startswith(LOOPBACK),
-            f"transport.host is {c.transport.host}, beyond loopback without keys: keep 127.0.0.1, or set "
-            "transport.insecure=true on a network you trust",
-        ),
-        (
-            c.learner.warmup_fraction + c.learner.hold_fraction > 1,
-            "learner.warmup_fraction + learner.hold_fraction is more than 1: lower one",
-        ),
-        (
-            c.transport.heartbeat_timeout_s <= 2 * c.transport.heartbeat_s,
-            f"transport.heartbeat_timeout_s is {c.transport.heartbeat_timeout_s}, too close to heartbeat_s="
-            f"{c.transport.heartbeat_s}: use more than twice that",
-        ),
-    ]
 
 
 def load_config(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -> Config:

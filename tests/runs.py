@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from async_rl.observability.sinks import read_run
 from async_rl.recipes.tiny import new_model
 from async_rl.recipes.tokenizer import character_tokenizer
 
@@ -36,9 +37,7 @@ class Run:
     output: Path
 
     def rows(self) -> list[dict[str, Any]]:
-        path = self.run_dir / "metrics.jsonl"
-        lines = path.read_text().splitlines() if path.exists() else []
-        return [json.loads(line) for line in lines if line.endswith("}")]
+        return read_run(self.run_dir)
 
     def steps(self) -> list[dict[str, Any]]:
         return [row for row in self.rows() if "reward/mean" in row]

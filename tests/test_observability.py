@@ -18,7 +18,7 @@ from async_rl.observability import waiting as waiting_module
 from async_rl.observability.console import WIDTH, Console, who_waits
 from async_rl.observability.log import get_logger, setup_logging
 from async_rl.observability.report import write_report
-from async_rl.observability.sinks import JsonlSink, TensorBoardSink, read_rows
+from async_rl.observability.sinks import JsonlSink, RunSink, TensorBoardSink, read_rows, read_run
 
 
 def step_row(step: int, **more) -> dict:
@@ -80,6 +80,29 @@ def test_a_fresh_run_starts_its_metrics_anew_and_a_row_is_readable_before_the_fi
     first.close()
     JsonlSink(path, None).close()
     assert read_rows(path) == []
+
+
+def test_a_run_keeps_what_depends_on_the_clock_apart_and_reads_back_whole_rows(tmp_path):
+    rows = [step_row(1), {"step": 1, "eval/version": 1, "eval/accuracy": 0.5, "eval/seconds": 2.0}, step_row(2)]
+    sink = RunSink(tmp_path, None)
+    for row in rows:
+        sink.write(row)
+    assert read_run(tmp_path) == rows
+    learned = (tmp_path / "metrics.jsonl").read_text()
+    assert "reward/mean" in learned and "eval/accuracy" in learned
+    assert not any(word in learned for word in ("time", "idle", "seconds", "per_s", "ledger"))
+    sink.close()
+
+
+def test_a_row_whose_timing_a_kill_cut_off_shifts_no_other(tmp_path):
+    sink = RunSink(tmp_path, None)
+    for step in (1, 2, 3):
+        sink.write(step_row(step))
+    sink.close()
+    timing = tmp_path / "timing.jsonl"
+    kept = [line for line in timing.read_text().splitlines(keepends=True) if json.loads(line)["step"] != 2]
+    timing.write_text("".join(kept))
+    assert [row.get("time_s") for row in read_run(tmp_path)] == [1.0, None, 3.0]
 
 
 def test_a_line_cut_short_by_a_kill_is_left_out_and_named(tmp_path, package_log):

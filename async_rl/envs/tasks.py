@@ -51,7 +51,7 @@ def build_prompts(config: Config, tokenizer: Any) -> Tasks:
         if item.off_options:
             tasks.dropped["off_options"] += 1
             continue
-        text = _render(config.data.prompt, item)
+        text = _render(config.data.prompt or "{question}", item)
         if text in seen:
             tasks.dropped["repeated"] += 1
             continue

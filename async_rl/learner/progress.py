@@ -1,7 +1,7 @@
 """What the learner says of itself: one metrics row and one line per step, notices between them, the result at the end.
 
-Owns the sinks of rank 0 and the clock of the run. Invariant: `metrics.jsonl` is the source of truth; the terminal, the
-report and the result say nothing that is not in it or in the books.
+Owns the sinks of rank 0 and the clock of the run. Invariant: `metrics.jsonl` and `timing.jsonl` are the source of truth; the
+terminal, the report and the result say nothing that is not in them or in the books.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from async_rl.learner.control import ControlPlane
 from async_rl.learner.publish import Publisher
 from async_rl.learner.results import summarize
 from async_rl.observability.log import get_logger
-from async_rl.observability.sinks import Console, JsonlSink, Sink, TensorBoardSink, read_rows
+from async_rl.observability.sinks import Console, RunSink, Sink, TensorBoardSink, read_run
 
 log = get_logger(__name__)
 RATE_S = 10.0
@@ -30,8 +30,7 @@ class Progress:
         self.run_dir, self.incarnation = run_dir, incarnation
         self.evaluated = -1  # version of the newest evaluation begun
         self._console = Console(config.num_steps)
-        self._path = run_dir / "metrics.jsonl"
-        self._sinks: list[Sink] = [JsonlSink(self._path, resume_step)]
+        self._sinks: list[Sink] = [RunSink(run_dir, resume_step)]
         if config.observe.tensorboard:
             self._sinks.append(TensorBoardSink(run_dir / "tensorboard"))
         self._idle: dict[str, float] = defaultdict(float)  # seconds this step waited, by what for
@@ -111,7 +110,7 @@ class Progress:
         with self._lock:
             for sink in self._sinks:
                 sink.close()
-        result = {**summarize(read_rows(self._path), books), **ending, "run_dir": str(self.run_dir)}
+        result = {**summarize(read_run(self.run_dir), books), **ending, "run_dir": str(self.run_dir)}
         result["seconds"] = time.monotonic() - self._started
         (self.run_dir / "result.json").write_text(json.dumps(result))
         return result

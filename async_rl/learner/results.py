@@ -1,6 +1,6 @@
-"""The run in one JSON object, computed from `metrics.jsonl` and the books: what `train` prints last.
+"""The run in one JSON object, computed from the metrics files and the books: what `train` prints last.
 
-Pure over rows, so that a resumed run reports all of itself. Invariant: every figure can be recomputed from the file.
+Pure over rows, so that a resumed run reports all of itself. Invariant: every figure can be recomputed from the files.
 """
 
 from __future__ import annotations

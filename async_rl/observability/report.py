@@ -1,4 +1,4 @@
-"""The report of a run: `report.png` and `report.html` beside `metrics.jsonl`, from which both are made.
+"""The report of a run: `report.png` and `report.html` beside `metrics.jsonl` and `timing.jsonl`, from which both are made.
 
 Imports matplotlib inside. Invariant: any state of a run folder gives a report, also a run that was killed, is still going,
 or has no row at all; what is missing is said, not guessed.
@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from async_rl.observability.log import get_logger
-from async_rl.observability.sinks import read_rows
+from async_rl.observability.sinks import read_run
 
 log = get_logger(__name__)
 
@@ -31,7 +31,7 @@ def write_report(run_dir: Path) -> Path:
     Without matplotlib, or without rows, there is no figure and the page says so. Raises OSError when the folder cannot be
     written.
     """
-    rows = read_rows(run_dir / "metrics.jsonl")
+    rows = read_run(run_dir)
     result = _read_result(run_dir / "result.json")
     why_no_figure = _draw(rows, run_dir / "report.png")
     if why_no_figure:

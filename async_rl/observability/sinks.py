@@ -1,4 +1,4 @@
-"""Where metric rows go: `metrics.jsonl`, which is the source of truth, and TensorBoard beside it.
+"""Where metric rows go: `metrics.jsonl` and `timing.jsonl`, which are the source of truth, and TensorBoard beside them.
 
 A row is a flat mapping with a `step`; values are numbers, strings, lists or mappings of them. Imports numpy; tensorboard
 inside its sink. Invariant: after a resume from step k no row of a later step is left from the life before.
@@ -10,6 +10,7 @@ import json
 import math
 import os
 import time
+from collections import defaultdict, deque
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol, cast
@@ -19,9 +20,12 @@ import numpy as np
 from async_rl.observability.console import Console
 from async_rl.observability.log import get_logger
 
-__all__ = ["Console", "JsonlSink", "Row", "Sink", "TensorBoardSink", "read_rows"]
+__all__ = ["Console", "JsonlSink", "Row", "RunSink", "Sink", "TensorBoardSink", "read_rows", "read_run"]
 
 Row = Mapping[str, Any]
+METRICS, TIMING = "metrics.jsonl", "timing.jsonl"
+# Keys, or beginnings of keys, whose values depend on the clock: the same run has others each time.
+CLOCK = ("time_s", "time/", "idle/", "publish/", "events/", "rollout/", "samples_per_s", "eval/seconds", "ledger")
 log = get_logger(__name__)
 
 
@@ -54,6 +58,24 @@ class JsonlSink:
 
     def close(self) -> None:
         self._file.close()
+
+
+class RunSink:
+    """A run's rows in two files: `metrics.jsonl` holds what was learned, which a synchronous run with the same seed writes
+    again byte for byte, and `timing.jsonl` what depends on the clock."""
+
+    def __init__(self, run_dir: Path, resume_step: int | None) -> None:
+        self._metrics = JsonlSink(run_dir / METRICS, resume_step)
+        self._timing = JsonlSink(run_dir / TIMING, resume_step)
+
+    def write(self, row: Row) -> None:
+        timing = {k: v for k, v in row.items() if k.startswith(CLOCK)}
+        self._metrics.write({k: v for k, v in row.items() if k not in timing})
+        self._timing.write({"step": row.get("step", 0), "of": _kind(row), **timing})
+
+    def close(self) -> None:
+        self._metrics.close()
+        self._timing.close()
 
 
 class TensorBoardSink:
@@ -101,6 +123,22 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
         elif line.strip():
             log.warning("%s line %d is not a JSON object (cut short by a kill?): left out", path, number)
     return rows
+
+
+def read_run(run_dir: Path) -> list[dict[str, Any]]:
+    """All rows of a run as they were written, from both files; a row whose other half a kill has cut off stays without it."""
+    halves: dict[tuple[str, Any], deque[dict[str, Any]]] = defaultdict(deque)
+    for row in read_rows(run_dir / TIMING):
+        halves[row.pop("of", ""), row.get("step")].append(row)
+    rows = read_rows(run_dir / METRICS)
+    for row in rows:
+        other = halves[_kind(row), row.get("step")]
+        row |= other.popleft() if other else {}
+    return rows
+
+
+def _kind(row: Row) -> str:
+    return "step" if "reward/mean" in row else "eval"
 
 
 def _line(row: Row) -> str:
