@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, FailFast, Field, TypeAdapter
 
 from async_rl.types import Split
 
-PROTOCOL = 1
+PROTOCOL = 2
 
 Count = Annotated[int, Field(ge=0, lt=2**63)]
 Text = Annotated[str, Field(max_length=4096)]
