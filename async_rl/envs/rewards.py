@@ -173,6 +173,8 @@ def _load(reward: str) -> Callable[..., Any]:
 def _load_in_worker(reward: str) -> str:
     try:
         _load(reward)
+    except ModuleNotFoundError as e:
+        return f"{_one_line(e)}; start this process in the folder that holds it, install it or set PYTHONPATH"
     except Exception as e:  # a user's module may raise anything on import
         return f"{type(e).__name__}: {_one_line(e)}"
     return ""

@@ -18,7 +18,7 @@ from async_rl.data.ledger import Ledger
 from async_rl.data.prompts import PromptStream
 from async_rl.data.record import Rules
 from async_rl.envs.tasks import Tasks, build_prompts
-from async_rl.envs.text import load_tokenizer, tokenizer_digest
+from async_rl.envs.text import decoder, load_tokenizer, tokenizer_digest
 from async_rl.learner.commands import Code
 from async_rl.learner.control import ControlPlane, Identity
 from async_rl.learner.failure import RunFailed, RunStopped
@@ -43,8 +43,9 @@ def lead(config: Config, folder: Path, rank: Rank, checkpoint: bytes | None, sto
     version = state["version"] if state else 0
     run_id = json.loads((folder / "run.json").read_text())["run_id"]
     identity = Identity(run_id, config.digest(), tokenizer_digest(config.model), _next_incarnation(folder))
-    tasks = build_prompts(config, load_tokenizer(config.model))
-    progress = Progress(config, folder, identity.incarnation, version if state else None)
+    tokenizer = load_tokenizer(config.model)
+    tasks = build_prompts(config, tokenizer)
+    progress = Progress(config, folder, identity.incarnation, version if state else None, decoder(tokenizer))
     ledger, prompts = _data(config, tasks, identity.incarnation, state)
     _announce(progress, tasks, identity, version, bool(state))
     transport = config.transport
