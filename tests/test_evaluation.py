@@ -77,7 +77,7 @@ def test_answers_are_kept_in_the_order_of_the_draws_and_scores_are_of_those_that
     e.deliver(ids[2], True, 0.0, scored[1])
     e.deliver(ids[0], True, 1.0, scored[0])
     e.deliver(ids[1], False, 1.0, scored[2])
-    e.deliver(ids[1], True, 1.0, scored[2])
+    assert not e.deliver(ids[1], True, 1.0, scored[0])
     assert [(a.trajectory, a.pinned) for a in e.answered()] == [(scored[0], True), (scored[2], False), (scored[1], True)]
     assert [a.prompt.prompt_id for a in e.answered()] == [p for _, p in leases(evaluation(draws=4))][:3]
     assert e.row() | {"eval/score/a": 0.5, "eval/score/b": 3.0} == e.row()
