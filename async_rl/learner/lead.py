@@ -19,6 +19,7 @@ from async_rl.data.prompts import PromptStream
 from async_rl.data.record import Rules
 from async_rl.envs.tasks import Tasks, build_prompts
 from async_rl.envs.text import decoder, load_tokenizer, tokenizer_digest
+from async_rl.learner import LearnerError
 from async_rl.learner.commands import Code
 from async_rl.learner.control import ControlPlane, Identity
 from async_rl.learner.failure import RunFailed, RunStopped
@@ -29,7 +30,7 @@ from async_rl.learner.signals import Stop
 from async_rl.learner.trainer import Trainer
 from async_rl.observability.log import get_logger
 from async_rl.observability.report import write_report
-from async_rl.transport.codec import decode_group, encode_group
+from async_rl.transport.codec import BadMessage, decode_group, encode_group
 from async_rl.transport.discovery import Discovery, write_discovery
 from async_rl.transport.zmq import ZmqHub
 
@@ -139,7 +140,13 @@ def _data(config: Config, tasks: Tasks, incarnation: int, state: dict[str, Any] 
     prompts = PromptStream(tasks.train, config.seed)
     if state:
         prompts.load_state_dict(state["prompts"])
-        ledger.load_state_dict(state["ledger"], decode_group)
+        try:
+            ledger.load_state_dict(state["ledger"], decode_group)
+        except BadMessage as e:
+            raise LearnerError(
+                f"the checkpoint holds groups that this version of async_rl cannot read ({e}): go on with the version that "
+                "wrote it, or start a new run_dir"
+            ) from None
     return ledger, prompts
 
 
