@@ -349,11 +349,15 @@ def load_config(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -
         if "=" not in item:
             raise ConfigError(f"override '{item}' has no '=': write key=value, for example num_steps=10")
     try:
-        merged = OmegaConf.merge(OmegaConf.load(path), OmegaConf.from_dotlist(list(overrides)))
+        given = OmegaConf.from_dotlist(list(overrides))
+    except Exception as e:  # yaml's own error classes share no base with OmegaConf's
+        raise ConfigError(f"an override is not valid YAML ({_one_line(e)}): quote its value twice, 'key=\"value\"'") from None
+    try:
+        merged = OmegaConf.merge(OmegaConf.load(path), given)
         tree = OmegaConf.to_container(merged, resolve=True)
     except (OmegaConfBaseException, ValueError, OSError) as e:
         raise ConfigError(f"{path}: {_one_line(e)}") from None
-    except Exception as e:  # yaml's own error classes share no base with OmegaConf's
+    except Exception as e:
         raise ConfigError(f"{path} is not valid YAML: {_one_line(e)}") from None
     if not isinstance(tree, dict):
         raise ConfigError(f"{path} holds no mapping at its top level: see configs/quickstart.yaml")

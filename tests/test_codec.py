@@ -160,7 +160,7 @@ def test_a_reward_that_is_no_number_arrives_as_nan_with_its_reason() -> None:
 
 def test_a_long_error_is_cut_at_a_character_and_the_header_stays_within_its_allowance() -> None:
     scores = {f"{i:02}" + "é" * 31: -1e-300 for i in range(MAX_SCORES)}
-    siblings = tuple(make_trajectory(0, error="é" * 1000, **scores) for _ in range(100))
+    siblings = tuple(make_trajectory(0, error="é" * 1000, scores=scores) for _ in range(100))
     group = dataclasses.replace(make_group(), rollout_id="r" * 256, trajectories=siblings)
     frames = encode_group(group)
     settings = parse_config({"num_steps": 1, "groups_per_step": 1, "group_size": 100, "model": {"path": "x"}})

@@ -120,6 +120,12 @@ def test_an_override_without_a_value_is_refused():
         load_config(FILES[0], ["num_steps"])
 
 
+def test_an_override_that_is_no_yaml_is_told_from_a_file_that_is_none():
+    with pytest.raises(ConfigError, match="an override is not valid YAML"):
+        load_config(FILES[0], ["data.prompt={a} + {b} ="])
+    assert load_config(FILES[0], ['data.prompt="{a} + {b} ="']).data.prompt == "{a} + {b} ="
+
+
 def test_the_digest_ignores_where_files_go_and_nothing_else():
     base = parse_config(SMALL)
     assert parse_config({**SMALL, "run_dir": "elsewhere"}).digest() == base.digest()

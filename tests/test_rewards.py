@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 from async_rl.envs.base import Scored
-from async_rl.envs.rewards import RewardError, RewardPool, as_score, exact_last_field, first_integer
+from async_rl.envs.rewards import RewardError, RewardPool, as_score, exact_last_field, first_integer, require_module
 from async_rl.types import Prompt
 
 HERE = "tests.reward_functions"
@@ -263,6 +263,13 @@ def test_a_reward_that_cannot_be_loaded_is_refused_at_the_start(reward: str, say
         RewardPool(reward, 1, 1.0)
     assert says in str(refused.value)
     assert "\n" not in str(refused.value)
+
+
+def test_a_module_that_is_not_here_is_missed_before_anything_is_started() -> None:
+    require_module("tests.reward_functions:raises")
+    for reward in ("no_such_module:f", "no.such.module:f", ":f"):
+        with pytest.raises(RewardError, match=r"finds no module .*: start this process in the folder that holds it"):
+            require_module(reward)
 
 
 ORPHANS = """

@@ -19,7 +19,9 @@ from async_rl.types import Attempt, Group, Trajectory
 MAX_BYTES = 1 << 20
 
 
-def make_trajectory(num_tokens: int, seed: int = 0, reward: float = 1.0, error: str = "", **scores: float) -> Trajectory:
+def make_trajectory(
+    num_tokens: int, seed: int = 0, reward: float = 1.0, error: str = "", scores: dict[str, float] | None = None
+) -> Trajectory:
     rng = np.random.default_rng(seed)
     return Trajectory(
         token_ids=rng.integers(0, 50_000, num_tokens).astype(np.int32),
@@ -30,7 +32,7 @@ def make_trajectory(num_tokens: int, seed: int = 0, reward: float = 1.0, error: 
         finish_reason="stop",
         reward=reward,
         error=error,
-        scores=scores,
+        scores=scores or {},
     )
 
 

@@ -9,7 +9,7 @@ then (BR-101).
 from __future__ import annotations
 
 import asyncio
-import importlib
+import importlib.util
 import inspect
 import math
 import multiprocessing
@@ -31,6 +31,7 @@ START_TIMEOUT_S = 60.0
 GRACE_S = 30.0
 ORPHAN_CHECK_S = 1.0
 SCORE_KEYS = ("score", "reward")
+WHERE = "start this process in the folder that holds it, install it or set PYTHONPATH"
 
 
 class RewardError(Exception):
@@ -46,6 +47,17 @@ def first_integer(prompt: str, answer: str, *, target: str | int, **_: Any) -> f
     """1.0 when the first integer in the answer is the target, else 0.0."""
     found = re.search(r"-?\d+", answer)
     return float(found is not None and found.group() == str(target))
+
+
+def require_module(reward: str) -> None:
+    """Raises RewardError when this process finds no module of that name: at once, while loading it waits for the engine."""
+    module = reward.partition(":")[0]
+    try:
+        found = importlib.util.find_spec(module) is not None
+    except (ImportError, ValueError):
+        found = False
+    if not found:
+        raise RewardError(f"data.reward is '{reward}', but Python finds no module {module}: {WHERE}")
 
 
 class RewardPool:
@@ -174,7 +186,7 @@ def _load_in_worker(reward: str) -> str:
     try:
         _load(reward)
     except ModuleNotFoundError as e:
-        return f"{_one_line(e)}; start this process in the folder that holds it, install it or set PYTHONPATH"
+        return f"{_one_line(e)}; {WHERE}"
     except Exception as e:  # a user's module may raise anything on import
         return f"{type(e).__name__}: {_one_line(e)}"
     return ""
