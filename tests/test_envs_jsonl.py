@@ -63,6 +63,13 @@ def test_messages_go_through_the_chat_template_and_the_reward_sees_the_last_and_
     assert prompt.fields == {"target": "9", "messages": TURNS}
 
 
+def test_conversations_are_told_apart_by_all_their_messages(tmp_path: Path) -> None:
+    other = [{"role": "user", "content": "hello"}, *TURNS[1:]]
+    tasks = built(tmp_path, {"prompt": TURNS}, {"prompt": other}, {"prompt": TURNS, "level": 2}, {"prompt": "and 4+5="})
+    assert len({p.prompt_id for p in tasks.train}) == len(tasks.train) == 3
+    assert tasks.dropped["repeated"] == 1
+
+
 def test_a_system_message_goes_before_texts_and_messages_alike(tmp_path: Path) -> None:
     tasks = built(tmp_path, {"prompt": "7+8="}, {"prompt": TURNS}, chat=True, system="Add.")
     assert [p.token_ids.tolist() for p in tasks.train] == [ids_of("Add.7+8="), ids_of("Add.1+2=3and 4+5=")]
