@@ -253,10 +253,8 @@ class Config(Section):
 
     @property
     def max_group_bytes(self) -> int:
-        """Upper bound of one group on the wire: five arrays of at most 4 bytes a token, the prompt, and a header.
-
-        Of the header a sibling takes 512 bytes with its error, and 1280 with 16 scores under names of 64 bytes.
-        """
+        """Upper bound of one group on the wire: five arrays of at most 4 bytes a token, the prompt, and a header, of which a
+        sibling takes 512 bytes with its error and 1280 with 16 scores under names of 64 bytes."""
         tokens = self.group_size * self.rollout.max_new_tokens
         return 4 * self.model.max_model_len + 17 * tokens + 4096 + (512 + 1280) * self.group_size
 
