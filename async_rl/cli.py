@@ -18,6 +18,8 @@ cannot reach the learner; 4 training failed; 5 the books do not balance; 128 + n
 
 def main(argv: list[str] | None = None) -> int:
     """Run one command; returns its exit code."""
+    if "" not in sys.path:
+        sys.path.insert(0, "")  # the working directory, as with `python -m`: a reward of one's own lies there
     arguments = _parser().parse_args(argv)
     try:
         return arguments.command(arguments)

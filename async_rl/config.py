@@ -52,7 +52,7 @@ class DataConfig(Section):
     """Your own data instead of a dataset: a JSONL file with one object per line, `prompt` as text or as a list of chat
     messages, and any further fields, which the reward gets."""
     heldout_path: str | None = None
-    """A second such file for evaluation, instead of a share of the first."""
+    """A second such file for evaluation, instead of a share of the first, which loses the prompts that are in both."""
     num_items: int = Field(default=10_000, ge=1)
     """Items drawn from the generator; questions that repeat are kept once."""
     prompt: str | None = None
@@ -64,7 +64,7 @@ class DataConfig(Section):
     """System message before the prompt; needs chat."""
     reward: str = "async_rl.envs.rewards:exact_last_field"
     """`package.module:function`, called as `reward(prompt, answer, **fields)`; returns a number, or a dict with `score` and
-    further numbers to be logged. May be async."""
+    at most 16 further numbers to be logged. May be async. A module of your own is found in the working directory."""
     heldout_fraction: float = Field(default=0.1, ge=0, lt=1)
     """Share of the prompts kept for evaluation, chosen by a hash of the question."""
 
@@ -258,9 +258,10 @@ class Config(Section):
 
     @property
     def max_group_bytes(self) -> int:
-        """Upper bound of one group on the wire: five arrays of at most 4 bytes a token, the prompt, and a header."""
+        """Upper bound of one group on the wire: five arrays of at most 4 bytes a token, the prompt, and a header, of which a
+        sibling takes 512 bytes with its error and 1280 with 16 scores under names of 64 bytes."""
         tokens = self.group_size * self.rollout.max_new_tokens
-        return 4 * self.model.max_model_len + 17 * tokens + 4096 + 512 * self.group_size
+        return 4 * self.model.max_model_len + 17 * tokens + 4096 + (512 + 1280) * self.group_size
 
     def digest(self) -> str:
         """What learner and rollouts must agree on: everything but where files go and how much is logged."""
@@ -283,7 +284,7 @@ def load_config(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -
         tree = OmegaConf.to_container(OmegaConf.merge(OmegaConf.load(path), given), resolve=True)
     except (OmegaConfBaseException, ValueError, OSError) as e:
         raise ConfigError(f"{path}: {_one_line(e)}") from None
-    except Exception as e:  # yaml's own error classes share no base with OmegaConf's
+    except Exception as e:
         raise ConfigError(f"{path} is not valid YAML: {_one_line(e)}") from None
     if not isinstance(tree, dict):
         raise ConfigError(f"{path} holds no mapping at its top level: see configs/quickstart.yaml")

@@ -92,7 +92,8 @@ def test_a_folder_without_a_model_is_refused(tmp_path):
     ("reward", "words"),
     [
         ("no_colon", "package.module:function"),
-        ("no.such.module:f", "finds no module no.such.module"),
+        ("no.such.module:f", "finds no module no.such.module: start in the folder that holds it"),
+        ("no_such_file.py:f", "write no_such_file:f"),
         ("async_rl.envs.rewards:no_such_function", "holds no no_such_function"),
     ],
 )
@@ -110,6 +111,25 @@ def test_a_misspelt_dataset_is_refused_with_the_nearest_name():
 def test_a_misspelt_option_of_a_dataset_is_refused_with_the_nearest_name():
     with pytest.raises(ConfigError, match=r"data.options.operatorz is no option .* did you mean 'operators'"):
         check_dataset(DataConfig(options={"operatorz": ["+"]}))
+
+
+@pytest.mark.parametrize(
+    ("key", "content", "words"),
+    [
+        ("path", None, r"^data\.path is .*file\.jsonl, which cannot be read"),
+        ("path", "{", r"file\.jsonl:1 is not JSON"),
+        ("path", '{"question": "1+2="}', r"cannot be filled from .*file\.jsonl:1"),
+        ("heldout_path", None, r"^data\.heldout_path is .*file\.jsonl, which cannot be read"),
+        ("heldout_path", "[]", r"file\.jsonl:1 holds a JSON list"),
+    ],
+)
+def test_a_data_file_that_cannot_be_used_is_refused_before_anything_starts(key, content, words, tmp_path):
+    (tmp_path / "fine.jsonl").write_text('{"prompt": "1+2="}')
+    if content is not None:
+        (tmp_path / "file.jsonl").write_text(content)
+    data = {"path": str(tmp_path / "fine.jsonl"), "dataset": "not_looked_at", key: str(tmp_path / "file.jsonl")}
+    with pytest.raises(ConfigError, match=words):
+        preflight.check_data(config(data=data).data)
 
 
 @pytest.mark.parametrize(
@@ -164,6 +184,14 @@ def test_going_on_in_a_folder_says_what_has_changed_and_a_finished_run_keeps_its
     assert result.exists()
     claim(prepare(str(QUICKSTART), ["run_dir=out", "num_steps=5"]))[0].close()
     assert not result.exists()
+
+
+def test_the_data_files_of_a_run_are_named_from_the_root(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("sums.jsonl", "other.jsonl"):
+        (tmp_path / name).write_text('{"prompt": "1+2="}')
+    made = prepare(str(QUICKSTART), ["data.path=sums.jsonl", "data.heldout_path=other.jsonl", "data.prompt=null"]).config
+    assert (made.data.path, made.data.heldout_path) == (str(tmp_path / "sums.jsonl"), str(tmp_path / "other.jsonl"))
 
 
 def test_a_model_is_made_beside_its_place_and_moved_there_when_it_is_whole(tmp_path, monkeypatch):

@@ -1,6 +1,6 @@
-"""What can be known about a run before anything starts: paths, ports, devices, the reward and the data set's name.
+"""What can be known about a run before anything starts: paths, ports, devices, the reward, the data set's name or file.
 
-Imports config and launcher.plan only; loads neither model nor engine. Every complaint is a ConfigError, one sentence.
+Imports config, launcher.plan and envs; loads neither model nor engine. Every complaint is a ConfigError, one sentence.
 """
 
 from __future__ import annotations
@@ -12,7 +12,9 @@ import socket
 import tempfile
 from pathlib import Path
 
-from async_rl.config import Config, ConfigError
+from async_rl.config import Config, ConfigError, DataConfig
+from async_rl.envs.base import TaskError
+from async_rl.envs.tasks import check_files
 from async_rl.launcher.datasets import check_dataset
 from async_rl.launcher.plan import Machine, Plan
 
@@ -38,7 +40,7 @@ def inspect(config: Config, plan: Plan, machine: Machine, run_dir: Path) -> None
     """Raises ConfigError for the first thing that would keep this run from starting."""
     check_model(config)
     check_reward(config.data.reward)
-    check_dataset(config.data)
+    check_data(config.data)
     check_devices(config, plan, machine)
     check_ports(config)
     check_run_dir(run_dir)
@@ -75,12 +77,27 @@ def check_reward(reward: str) -> None:
     except (ImportError, ValueError):
         spec = None
     if spec is None:
-        raise ConfigError(f"data.reward is '{reward}', but Python finds no module {module}: install it or set PYTHONPATH")
+        hint = (
+            f"write {module[:-3]}:{function}"
+            if module.endswith(".py")
+            else "start in the folder that holds it, install it or set PYTHONPATH"
+        )
+        raise ConfigError(f"data.reward is '{reward}', but Python finds no module {module}: {hint}")
     source = Path(spec.origin) if spec.origin and spec.origin.endswith(".py") else None
     if source and not re.search(rf"\b{function}\b", source.read_text(errors="replace")):
         raise ConfigError(
             f"data.reward is '{reward}', but {module} holds no {function}: see async_rl/envs/rewards.py for those built in"
         )
+
+
+def check_data(data: DataConfig) -> None:
+    if data.path is None:
+        check_dataset(data)
+        return
+    try:
+        check_files(data)
+    except TaskError as e:
+        raise ConfigError(str(e)) from None
 
 
 def check_devices(config: Config, plan: Plan, machine: Machine) -> None:
@@ -138,7 +155,7 @@ def summary(config: Config, plan: Plan, run_dir: Path) -> str:
     rollouts = [f"{r.name}: {c.rollout.engine} on {_where(r.gpus, r.cores)}" for r in plan.rollouts]
     rows = [
         ("model", f"{c.model.path}{made}"),
-        ("data", f"{c.data.dataset}, scored by {c.data.reward}"),
+        ("data", f"{c.data.path or c.data.dataset}, scored by {c.data.reward}"),
         ("learner", f"{learner}, {c.algorithm.advantage} + {c.algorithm.loss}, lr {c.learner.lr:g}"),
         *(("rollout", text) for text in rollouts),
         ("batch", f"{c.groups_per_step} prompts x {c.group_size} answers, {c.num_steps} steps"),

@@ -50,6 +50,9 @@ def _resolve(config: Config, run_dir: Path, plan: Plan) -> Config:
     tree["run_dir"] = str(run_dir)
     if config.model.make or Path(config.model.path).exists():
         tree["model"]["path"] = str(Path(config.model.path).absolute())
+    for key in ("path", "heldout_path"):
+        if tree["data"][key] is not None:
+            tree["data"][key] = str(Path(tree["data"][key]).absolute())
     if config.weights.backend == "auto":
         own_gpus = bool(plan.learner.gpus) and all(r.gpus for r in plan.rollouts) and not plan.shares_gpu
         tree["weights"]["backend"] = "nccl" if own_gpus else "gloo"

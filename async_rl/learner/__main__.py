@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from async_rl.config import Config, ConfigError, load_config
+from async_rl.data.prompts import PromptError
 from async_rl.envs.base import TaskError
 from async_rl.envs.tasks import build_prompts
 from async_rl.envs.text import load_tokenizer
@@ -58,7 +59,7 @@ def main(run_dir: str) -> int:
         stop.remember()
         follow(rank)
         return 0
-    except (ConfigError, LearnerError, TaskError, TransportError) as e:
+    except (ConfigError, LearnerError, PromptError, TaskError, TransportError) as e:
         print(f"learner: {e}", file=sys.stderr, flush=True)
         return 2
     except RunStopped as e:

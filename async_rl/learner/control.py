@@ -341,8 +341,9 @@ class ControlPlane:
             member.evaluating.discard(group.group_id)
         if self.evaluation is None or len(group.trajectories) != 1:
             return "refused", "no_evaluation"
-        reward = group.trajectories[0].reward
-        counted = self.evaluation.deliver(group.group_id, sampled_by(group, self.evaluation.name), reward)
+        (answer,) = group.trajectories
+        pinned = sampled_by(group, self.evaluation.name)
+        counted = self.evaluation.deliver(group.group_id, pinned, answer.reward, answer)
         return ("accepted", "") if counted else ("duplicate", "")
 
     # ---- members leave

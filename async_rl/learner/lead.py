@@ -18,7 +18,8 @@ from async_rl.data.ledger import Ledger
 from async_rl.data.prompts import PromptStream
 from async_rl.data.record import Rules
 from async_rl.envs.tasks import Tasks
-from async_rl.envs.text import tokenizer_digest
+from async_rl.envs.text import decoder, load_tokenizer, tokenizer_digest
+from async_rl.learner import LearnerError
 from async_rl.learner.commands import Code
 from async_rl.learner.control import ControlPlane, Identity
 from async_rl.learner.failure import RunFailed, RunStopped
@@ -29,7 +30,7 @@ from async_rl.learner.signals import Stop
 from async_rl.learner.trainer import Trainer
 from async_rl.observability.log import get_logger
 from async_rl.observability.report import write_report
-from async_rl.transport.codec import decode_group, encode_group
+from async_rl.transport.codec import BadMessage, decode_group, encode_group
 from async_rl.transport.discovery import Discovery, write_discovery
 from async_rl.transport.zmq import ZmqHub
 
@@ -43,7 +44,8 @@ def lead(config: Config, folder: Path, rank: Rank, tasks: Tasks, checkpoint: byt
     version = state["version"] if state else 0
     run_id = json.loads((folder / "run.json").read_text())["run_id"]
     identity = Identity(run_id, config.digest(), tokenizer_digest(config.model), _next_incarnation(folder))
-    progress = Progress(config, folder, identity.incarnation, version if state else None)
+    decode = decoder(load_tokenizer(config.model))
+    progress = Progress(config, folder, identity.incarnation, version if state else None, decode)
     ledger, prompts = _data(config, tasks, identity.incarnation, state)
     _announce(progress, tasks, identity, version, bool(state))
     transport = config.transport
@@ -139,7 +141,13 @@ def _data(config: Config, tasks: Tasks, incarnation: int, state: dict[str, Any] 
     prompts = PromptStream(tasks.train, config.seed)
     if state:
         prompts.load_state_dict(state["prompts"])
-        ledger.load_state_dict(state["ledger"], decode_group)
+        try:
+            ledger.load_state_dict(state["ledger"], decode_group)
+        except BadMessage as e:
+            raise LearnerError(
+                f"the checkpoint holds groups that this version of async_rl cannot read ({e}): go on with the version that "
+                "wrote it, or start a new run_dir"
+            ) from None
     return ledger, prompts
 
 

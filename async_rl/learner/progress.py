@@ -1,7 +1,7 @@
 """What the learner says of itself: one metrics row and one line per step, notices between them, the result at the end.
 
-Owns the sinks of rank 0 and the clock of the run. Invariant: `metrics.jsonl` and `timing.jsonl` are the source of truth; the
-terminal, the report and the result say nothing that is not in them or in the books.
+Owns the sinks of rank 0, the evaluations' samples and the clock of the run. Invariant: `metrics.jsonl` and `timing.jsonl`
+are the source of truth; the terminal, the report and the result say nothing that is not in them or in the books.
 """
 
 from __future__ import annotations
@@ -10,14 +10,18 @@ import json
 import threading
 import time
 from collections import defaultdict, deque
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from async_rl.config import Config
 from async_rl.data.evaluation import Evaluation
 from async_rl.learner.control import ControlPlane
 from async_rl.learner.publish import Publisher
 from async_rl.learner.results import summarize
+from async_rl.learner.samples import Samples
 from async_rl.observability.log import get_logger
 from async_rl.observability.sinks import Console, RunSink, Sink, TensorBoardSink, read_run
 
@@ -26,7 +30,14 @@ RATE_S = 10.0
 
 
 class Progress:
-    def __init__(self, config: Config, run_dir: Path, incarnation: int, resume_step: int | None) -> None:
+    def __init__(
+        self,
+        config: Config,
+        run_dir: Path,
+        incarnation: int,
+        resume_step: int | None,
+        decode: Callable[[np.ndarray], str],
+    ) -> None:
         self.run_dir, self.incarnation = run_dir, incarnation
         self.evaluated = -1  # version of the newest evaluation begun
         self._console = Console(config.num_steps)
@@ -37,6 +48,7 @@ class Progress:
         self._started = self._last = time.monotonic()
         self._generated: deque[tuple[float, int]] = deque([(self._started, 0)])  # (when, tokens) of the last RATE_S seconds
         self._lock = threading.Lock()  # notices come from the control thread, steps from the training thread
+        self._samples = Samples(run_dir / "samples", resume_step, decode, self.notice)
 
     def notice(self, text: str) -> None:
         log.info("%s", text)
@@ -93,6 +105,7 @@ class Progress:
             **evaluation.row(),
         }
         self._write(row)
+        self._samples.write(evaluation)
         self.notice(
             f"held-out accuracy of version {version}: {evaluation.accuracy:.3f} "
             f"({evaluation.num_delivered} answers, {evaluation.missing} missing, {seconds:.1f} s)"
@@ -107,6 +120,7 @@ class Progress:
 
     def result(self, books: dict[str, Any], **ending: Any) -> dict[str, Any]:
         """The final object, also written to `result.json`."""
+        self._samples.close()
         with self._lock:
             for sink in self._sinks:
                 sink.close()

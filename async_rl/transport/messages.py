@@ -12,7 +12,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, FailFast, Field, Typ
 
 from async_rl.types import Split
 
-PROTOCOL = 1
+PROTOCOL = 2
 
 Count = Annotated[int, Field(ge=0, lt=2**63)]
 
