@@ -18,7 +18,15 @@ import numpy as np
 import pytest
 
 from async_rl.envs.base import Scored
-from async_rl.envs.rewards import RewardError, RewardPool, as_score, exact_last_field, first_integer, require_module
+from async_rl.envs.rewards import (
+    RewardError,
+    RewardPool,
+    as_score,
+    exact_last_field,
+    first_integer,
+    graded_integer,
+    require_module,
+)
 from async_rl.types import Prompt
 
 HERE = "tests.reward_functions"
@@ -302,3 +310,18 @@ def test_a_killed_rollout_leaves_no_scorer_behind_even_one_that_hangs(tmp_path: 
     while any(map(is_scorer, workers)):
         assert time.monotonic() < deadline, "a scorer outlived its rollout"
         time.sleep(0.1)
+
+
+@pytest.mark.parametrize(
+    ("answer", "score", "exact"),
+    [
+        ("12", 1.0, 1.0),
+        ("It is 12.", 1.0, 1.0),
+        ("11", 0.25, 0.0),
+        ("4+8=12", 0.5 / 9, 0.0),
+        ("twelve", 0.0, 0.0),
+        ("9" * 400, 0.0, 0.0),
+    ],
+)
+def test_a_graded_reward_pays_for_coming_near_and_tells_the_exact_apart(answer, score, exact):
+    assert graded_integer("4+8", answer, target="12") == {"score": pytest.approx(score, abs=1e-6), "exact": exact}

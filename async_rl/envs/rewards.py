@@ -49,6 +49,14 @@ def first_integer(prompt: str, answer: str, *, target: str | int, **_: Any) -> f
     return float(found is not None and found.group() == str(target))
 
 
+def graded_integer(prompt: str, answer: str, *, target: str | int, **_: Any) -> dict[str, float]:
+    """1.0 when the first integer in the answer is the target, at most 0.25 when it is another, less the farther off, 0.0
+    without one. `exact` tells only the first apart."""
+    found = re.search(r"-?\d{1,9}", answer)
+    off = abs(int(found.group()) - int(target)) if found else None
+    return {"score": 0.0 if off is None else 1.0 if off == 0 else 0.5 / (1 + off), "exact": float(off == 0)}
+
+
 def require_module(reward: str) -> None:
     """Raises RewardError when this process finds no module of that name: at once, while loading it waits for the engine."""
     module = reward.partition(":")[0]

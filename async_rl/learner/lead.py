@@ -56,8 +56,7 @@ def lead(config: Config, folder: Path, rank: Rank, tasks: Tasks, checkpoint: byt
         insecure=transport.insecure,
         heartbeat_timeout_s=transport.heartbeat_timeout_s,
     )
-    vocab_size = rank.policy.hf.get_input_embeddings().num_embeddings
-    control = ControlPlane(config, hub, ledger, prompts, identity, version, vocab_size, progress.notice)
+    control = ControlPlane(config, hub, ledger, prompts, identity, version, rank.policy.vocab_size, progress.notice)
     publisher = Publisher(control, rank.source, weight_backend(config), version)
 
     def checkpoint_state() -> bytes:
