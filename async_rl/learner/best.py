@@ -45,7 +45,7 @@ class Best:
         self._candidate = version
 
     def judge(self, version: int, accuracy: float | None) -> None:
-        """Its evaluation is over; None when it does not count. A tie goes to the newer: it needs no folder beside the newest."""
+        """Its evaluation is over; None: it does not count. A tie goes to the newer: it needs no folder beside the newest."""
         if version != self._candidate:
             return
         self._candidate = None

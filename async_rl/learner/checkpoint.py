@@ -135,7 +135,7 @@ class Checkpointer:
         self._prune(final)
 
     def _prune(self, newest: Path) -> None:
-        """Keep `newest`, the keep-1 before it, and the spared. What is numbered after it belongs to a timeline that was given up."""
+        """Keep `newest`, the keep-1 before it, and the spared. What is numbered after it is of a timeline that was given up."""
         folders = checkpoints(self.directory)
         at = folders.index(newest)
         old = [folder for folder in folders[: max(0, at - self.keep + 1)] if step_of(folder) not in self.spared]
@@ -238,7 +238,10 @@ def read_model(folder: Path, named: Iterable[tuple[str, Tensor]]) -> None:
         with _alone_is_fine():
             load(tensors, storage_reader=reader, no_dist=True)
     except (CheckpointException, OSError, RuntimeError, ValueError) as e:
-        raise CheckpointError(f"checkpoint {folder} does not fit its model ({_cause(e)}): has model.path changed?") from None
+        raise CheckpointError(
+            f"checkpoint {folder} cannot be read into its model ({_cause(e)}): model.path holds another now, or the run has "
+            "removed the checkpoint meanwhile"
+        ) from None
 
 
 def problem_of(folder: Path) -> str:
