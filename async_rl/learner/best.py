@@ -51,11 +51,14 @@ class Best:
         self._candidate = None
         if accuracy is None or (self.score and accuracy < self.score.accuracy):
             return
-        self.score = Score(version, accuracy)
         try:
             replace_file(self.directory / FILE, json.dumps({"step": version, "accuracy": accuracy}).encode() + b"\n")
         except OSError as e:
-            self._notice(f"{self.directory / FILE} could not be written ({e.strerror}): it does not name version {version}")
+            self._notice(
+                f"{self.directory / FILE} could not be written ({e.strerror}): version {version} does not count as best"
+            )
+            return
+        self.score = Score(version, accuracy)
 
     def _recall(self, resumed: int | None) -> None:
         try:

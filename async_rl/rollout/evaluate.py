@@ -69,10 +69,8 @@ class Evaluator:
         while (item := self.evaluation.next_lease()) is not None:
             self.evaluation.deliver(item[0], True, await self._reward(*item))
             if time.monotonic() - self._said_s > SAY_EVERY_S:
-                self._said_s = time.monotonic()
-                print(
-                    f"eval: {self.config.eval.draws - self.evaluation.missing} of {self.config.eval.draws} answered", flush=True
-                )
+                self._said_s, draws = time.monotonic(), self.config.eval.draws
+                print(f"eval: {draws - self.evaluation.missing} of {draws} answered", flush=True)
 
     async def _reward(self, eval_id: int, prompt: Prompt) -> float:
         rollout = self.config.rollout
