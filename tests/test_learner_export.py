@@ -137,7 +137,7 @@ def test_a_damaged_checkpoint_is_passed_over_and_never_exported(run_dir, tmp_pat
 def test_a_checkpoint_of_another_model_is_a_sentence(run_dir, tmp_path):
     changed = json.loads((run_dir / "model" / "config.json").read_text()) | {"tie_word_embeddings": False}
     (run_dir / "model" / "config.json").write_text(json.dumps(changed))
-    with pytest.raises(LearnerError, match=r"cannot be read into its model \(lm_head\.weight is in one of the two only"):
+    with pytest.raises(LearnerError, match=r"cannot be read into its model \(model\.lm_head\.weight is in one of the two only"):
         export(run_dir, tmp_path / "out", "newest", "float32")
 
 
