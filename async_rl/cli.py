@@ -12,8 +12,9 @@ import sys
 from pathlib import Path
 
 EXIT_CODES = """\
-exit codes: 0 done; 1 a bug in async_rl; 2 a mistake in the configuration or the command; 3 no rollout is left, or a rollout
-cannot reach the learner; 4 training failed; 5 the books do not balance; 128 + n stopped by signal n (130 is Ctrl-C)"""
+exit codes: 0 done; 1 an engine died, or something unforeseen; 2 a mistake in the configuration or the command; 3 no rollout
+is left, or a rollout cannot reach the learner; 4 training failed, or no answer could be scored; 5 the books do not balance;
+128 + n stopped by signal n (130 is Ctrl-C)"""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -56,6 +57,20 @@ def _parser() -> argparse.ArgumentParser:
     sub.add_argument("run_dir", metavar="RUN_DIR", help="folder with config.yaml and learner.json")
     sub.add_argument("--name", required=True, metavar="NAME", help="its own within the run, for example rollout-7")
 
+    sub = _add(commands, "export", _export, "a checkpoint as a Hugging Face folder, also while the run goes on")
+    sub.add_argument("run_dir", metavar="RUN_DIR", help="folder of a run")
+    sub.add_argument("--out", required=True, type=Path, metavar="DIR", help="folder to write; must not exist")
+    which = sub.add_mutually_exclusive_group()
+    which.add_argument("--step", type=int, metavar="N", help="of this step; by default the newest complete one")
+    which.add_argument("--best", action="store_true", help="the one with the best held-out score (checkpoint.keep_best)")
+    sub.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of the weights written")
+
+    sub = _add(commands, "eval", _eval, "greedy held-out accuracy of any model, counted as a run counts it")
+    sub.add_argument("model", metavar="MODEL", help="a Hugging Face folder or a hub name; overrides model.path")
+    sub.add_argument("config", metavar="CONFIG", help="YAML file: its held-out prompts, reward and lengths")
+    sub.add_argument("overrides", metavar="key=value", nargs="*", help="for example eval.draws=128")
+    sub.add_argument("--engine", choices=("vllm", "transformers"), default="vllm", help="by which the answers are made")
+
     sub = _add(commands, "model", _model, "make a model on the spot")
     sub.add_argument("recipe", choices=("tiny", "smollm2"), help="a small policy that adds numbers; SmolLM2-135M-Instruct")
     sub.add_argument("--out", required=True, type=Path, metavar="DIR", help="folder to write; must not exist")
@@ -74,8 +89,10 @@ def _add(commands, name: str, command, text: str) -> argparse.ArgumentParser:
 
 def _is_users_mistake(error: Exception) -> bool:
     from async_rl.config import ConfigError
+    from async_rl.envs.base import TaskError
+    from async_rl.learner import LearnerError
 
-    return isinstance(error, ConfigError)
+    return isinstance(error, ConfigError | TaskError | LearnerError)
 
 
 def _train(arguments: argparse.Namespace) -> int:
@@ -118,6 +135,33 @@ def _become(argv: tuple[str, ...]) -> None:
     """Replace this process by the one that `train` would start."""
     sys.stdout.flush()
     os.execv(argv[0], argv)
+
+
+def _export(arguments: argparse.Namespace) -> int:
+    run_dir = _run_dir(arguments.run_dir)
+    from async_rl.learner.export import export
+
+    which = "best" if arguments.best else "newest" if arguments.step is None else arguments.step
+    card = export(run_dir, arguments.out, which, arguments.dtype)
+    print(json.dumps({"out": str(arguments.out), **card}))
+    return 0
+
+
+def _eval(arguments: argparse.Namespace) -> int:
+    from async_rl.config import ConfigError, load_config
+    from async_rl.launcher import preflight
+    from async_rl.launcher.plan import THREAD_VARIABLES, evaluation_argv
+
+    model = (f"model.path={json.dumps(arguments.model)}", "model.make=null")  # quoted: a name may look like a number
+    overrides = (*arguments.overrides, *model)
+    config = load_config(arguments.config, overrides)
+    if config.eval.draws == 0:
+        raise ConfigError("eval.draws is 0, so there is nothing to evaluate: set it, for example to 512")
+    preflight.check_model(config)
+    preflight.check_reward(config.data.reward)
+    os.environ.update(dict.fromkeys(THREAD_VARIABLES, str(config.rollout.threads)), TOKENIZERS_PARALLELISM="false")
+    _become(evaluation_argv(arguments.engine, arguments.config, overrides))
+    return 0
 
 
 def _model(arguments: argparse.Namespace) -> int:

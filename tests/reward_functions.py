@@ -1,7 +1,8 @@
-"""Reward functions that misbehave, for tests/test_rewards.py; the pool imports them by name in its own processes."""
+"""Reward functions, most of which misbehave; the pool imports them by name in its own processes."""
 
 from __future__ import annotations
 
+import hashlib
 import os
 import time
 from typing import Any
@@ -39,3 +40,8 @@ def exits(prompt: str, answer: str, **_: Any) -> float:
 
 def pid(prompt: str, answer: str, **_: Any) -> int:
     return os.getpid()
+
+
+def fingerprint(prompt: str, answer: str, **_: Any) -> float:
+    """Another number in [0, 1) for each answer: two evaluations agree only if all their answers do."""
+    return int(hashlib.md5(f"{prompt}{answer}".encode()).hexdigest(), 16) % 1000 / 1000

@@ -114,6 +114,21 @@ def test_a_model_is_not_written_over(tmp_path):
     assert "which exists" in refused("model", "tiny", "--out", str(tmp_path))
 
 
+def test_an_export_without_a_checkpoint_or_over_a_folder_is_one_sentence(tmp_path):
+    assert "holds no config.yaml" in refused("export", str(tmp_path), "--out", str(tmp_path / "out"))
+    (tmp_path / "config.yaml").write_text("")
+    (tmp_path / "run.json").write_text("{}")
+    assert "holds no checkpoint" in refused("export", str(tmp_path), "--out", str(tmp_path / "out"))
+    assert "which exists" in refused("export", str(tmp_path), "--out", str(tmp_path))
+
+
+def test_what_cannot_be_evaluated_is_one_sentence(tmp_path):
+    assert "a folder without config.json" in refused("eval", str(tmp_path), QUICKSTART)
+    assert "eval.draws is 0" in refused("eval", str(tmp_path), QUICKSTART, "eval.draws=0")
+    assert "did you mean" in refused("eval", str(tmp_path), QUICKSTART, "eval.drawz=1")
+    assert "finds no module nowhere" in refused("eval", "some/model", QUICKSTART, "data.reward=nowhere:f")
+
+
 def test_rollout_becomes_the_process_that_train_would_start(tmp_path):
     """Shown by the process image: the command replaces itself instead of starting a child."""
     (tmp_path / "config.yaml").write_text("")

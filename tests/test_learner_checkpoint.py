@@ -160,7 +160,7 @@ def test_a_disk_that_fills_at_any_write_leaves_older_checkpoints_whole(saved, mo
     assert (checkpointer.directory / "step_000002").is_dir()
     folder = checkpointer.latest_complete()
     assert folder is not None and folder.name >= "step_000002"
-    assert module._problem(checkpointer.directory / "step_000001") == ""
+    assert module.problem_of(checkpointer.directory / "step_000001") == ""
     checkpointer.save(4, policy, optimizer, b"room again")
     assert checkpointer.latest_complete() == checkpointer.directory / "step_000004"
 

@@ -86,6 +86,10 @@ def rollout_argv(run_dir: Path, name: str) -> tuple[str, ...]:
     return (sys.executable, "-m", "async_rl.rollout", str(run_dir), "--name", name)
 
 
+def evaluation_argv(engine: str, config_path: str, overrides: Sequence[str]) -> tuple[str, ...]:
+    return (sys.executable, "-m", "async_rl.rollout.evaluate", engine, config_path, *overrides)
+
+
 def log_path(run_dir: Path, name: str) -> Path:
     return run_dir / "logs" / f"{name}.log"
 

@@ -1,6 +1,7 @@
 """Checkpoints: written beside, renamed into place, verified before use, pruned last.
 
-Owns the folder `checkpoints/`; imports torch (distributed checkpoint), observability and the policy's own modules.
+Owns the folder `checkpoints/`, but for `best` in it; imports torch (distributed checkpoint), observability and the policy's
+own modules.
 Invariants: a folder named step_NNNNNN was complete when it got that name and its manifest says what it must hold; no
 failure, at whatever write, harms an older one; a state that is not finite is never written. All methods are collective.
 The folder must be one that you trust: torch keeps its index of shards as a pickle.
@@ -13,7 +14,7 @@ import json
 import os
 import shutil
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -32,6 +33,7 @@ from async_rl.learner.optim import PolicyOptimizer
 from async_rl.observability.log import get_logger
 
 _EXTRA, _MANIFEST, _LATEST = "state.msgpack", "manifest.json", "latest"
+_MODEL = "model."  # begins the keys of the policy's tensors; the optimizer's begin otherwise
 _log = get_logger(__name__)
 
 
@@ -40,18 +42,20 @@ class CheckpointError(LearnerError):
 
 
 class Checkpointer:
-    """`group` (gloo) holds the learner's ranks; None means a single process. `keep` complete checkpoints stay."""
+    """`group` (gloo) holds the learner's ranks; None means a single process. `keep` complete checkpoints stay, and those of
+    the steps in `spared`, which only rank 0 needs to know."""
 
     def __init__(self, directory: Path, keep: int, group: dist.ProcessGroup | None = None) -> None:
         self.directory = directory
         self.keep = keep
+        self.spared: set[int] = set()
         self.group = group
         self.rank = dist.get_rank(group) if group else 0
         self.num_ranks = dist.get_world_size(group) if group else 1
 
     def save(self, step: int, policy: PolicyModel, optimizer: PolicyOptimizer, extra: bytes | None) -> Path:
         """Write policy, optimizer, RNG and rank 0's `extra`; returns the folder. Raises CheckpointError on every rank."""
-        final, partial = self._folder(step), self.directory / f".step_{step:06d}.partial"
+        final, partial = step_folder(self.directory, step), self.directory / f".step_{step:06d}.partial"
         tensors = _tensors(policy, optimizer)
         self._agree(lambda: _require_finite(tensors), f"checkpoint of step {step} is not written")
         tensors |= {f"rng.{name}.rank{self.rank}": state for name, state in _rng_states().items()}
@@ -75,10 +79,10 @@ class Checkpointer:
 
         def look() -> None:
             self._recover()
-            for folder in reversed(self._folders()):
-                problem = _problem(folder)
+            for folder in reversed(checkpoints(self.directory)):
+                problem = problem_of(folder)
                 if not problem:
-                    found[0] = _step(folder)
+                    found[0] = step_of(folder)
                     return
                 _log.warning("checkpoint %s is skipped: %s", folder, problem)
 
@@ -87,7 +91,7 @@ class Checkpointer:
             word = torch.tensor(found, dtype=torch.int64)
             dist.broadcast(word, group=self.group, group_src=0)
             found = word.tolist()
-        return self._folder(found[0]) if found[0] >= 0 else None
+        return step_folder(self.directory, found[0]) if found[0] >= 0 else None
 
     def load(self, folder: Path, policy: PolicyModel, optimizer: PolicyOptimizer) -> bytes | None:
         """Fill policy, optimizer and RNG in place, whatever the number of ranks that saved; returns `extra`.
@@ -120,23 +124,22 @@ class Checkpointer:
     def _finish(self, partial: Path, final: Path, extra: bytes | None) -> None:
         if extra is not None:
             _write(partial / _EXTRA, extra)
-        manifest = {"step": _step(final), "num_ranks": self.num_ranks, "files": _digests(partial)}
+        manifest = {"step": step_of(final), "num_ranks": self.num_ranks, "files": _digests(partial)}
         _write(partial / _MANIFEST, json.dumps(manifest, indent=1).encode())
         _sync_folder(partial)
         if final.exists():
             final.rename(self._aside(final))
         partial.rename(final)
         _sync_folder(self.directory)
-        _write(self.directory / (_LATEST + ".new"), final.name.encode() + b"\n")
-        (self.directory / (_LATEST + ".new")).replace(self.directory / _LATEST)
-        _sync_folder(self.directory)
+        replace_file(self.directory / _LATEST, final.name.encode() + b"\n")
         self._prune(final)
 
     def _prune(self, newest: Path) -> None:
-        """Keep `newest` and the keep-1 before it. What is numbered after it belongs to a timeline that was given up."""
-        folders = self._folders()
+        """Keep `newest`, the keep-1 before it, and the spared. What is numbered after it is of a timeline that was given up."""
+        folders = checkpoints(self.directory)
         at = folders.index(newest)
-        doomed = [*folders[: max(0, at - self.keep + 1)], *folders[at + 1 :], *self.directory.glob(".step_*.aside")]
+        old = [folder for folder in folders[: max(0, at - self.keep + 1)] if step_of(folder) not in self.spared]
+        doomed = [*old, *folders[at + 1 :], *self.directory.glob(".step_*.aside")]
         for folder in doomed:
             shutil.rmtree(folder, ignore_errors=True)
             if folder in folders[at + 1 :]:
@@ -156,13 +159,6 @@ class Checkpointer:
         for rest in [*self.directory.glob(".step_*.partial"), *self.directory.glob(".step_*.aside")]:
             _log.warning("%s is removed: the process that wrote it ended before it was complete", rest)
             shutil.rmtree(rest, ignore_errors=True)
-
-    def _folders(self) -> list[Path]:
-        """By step, oldest first, whether they verify or not."""
-        return sorted((p for p in self.directory.glob("step_*") if p.name[5:].isdigit()), key=_step)
-
-    def _folder(self, step: int) -> Path:
-        return self.directory / f"step_{step:06d}"
 
     def _aside(self, final: Path) -> Path:
         return self.directory / f".{final.name}.aside"
@@ -215,7 +211,40 @@ def _alone_is_fine() -> Iterator[None]:
         yield
 
 
-def _problem(folder: Path) -> str:
+def checkpoints(directory: Path) -> list[Path]:
+    """Their folders by step, oldest first, whether they verify or not."""
+    return sorted((p for p in directory.glob("step_*") if p.name[5:].isdigit()), key=step_of)
+
+
+def step_folder(directory: Path, step: int) -> Path:
+    return directory / f"step_{step:06d}"
+
+
+def step_of(folder: Path) -> int:
+    return int(folder.name.removeprefix("step_"))
+
+
+def read_model(folder: Path, named: Iterable[tuple[str, Tensor]]) -> None:
+    """Fill these parameters, by Hugging Face name, without a process group; the optimizer's state is not read.
+
+    Raises CheckpointError when the checkpoint cannot be read or is of another model.
+    """
+    tensors = {f"{_MODEL}{name}": tensor for name, tensor in named}
+    try:
+        reader = FileSystemReader(folder)
+        saved = {key for key in reader.read_metadata().state_dict_metadata if key.startswith(_MODEL)}
+        if odd := sorted(saved ^ tensors.keys()):
+            raise ValueError(f"{odd[0]} is in one of the two only")
+        with _alone_is_fine():
+            load(tensors, storage_reader=reader, no_dist=True)
+    except (CheckpointException, OSError, RuntimeError, ValueError) as e:
+        raise CheckpointError(
+            f"checkpoint {folder} cannot be read into its model ({_cause(e)}): model.path holds another now, or the run has "
+            "removed the checkpoint meanwhile"
+        ) from None
+
+
+def problem_of(folder: Path) -> str:
     """ "" when the folder holds exactly what its manifest says, else what is wrong."""
     try:
         manifest = json.loads((folder / _MANIFEST).read_bytes())
@@ -234,7 +263,7 @@ def _problem(folder: Path) -> str:
 
 def _tensors(policy: PolicyModel, optimizer: PolicyOptimizer) -> dict[str, Tensor]:
     """By checkpoint key, sharing storage with the live ones: what is saved, and what is loaded into."""
-    parameters = {f"model.{name}": parameter.detach() for name, parameter in hf_named_parameters(policy)}
+    parameters = {f"{_MODEL}{name}": parameter.detach() for name, parameter in hf_named_parameters(policy)}
     return parameters | {f"optim.{name}": moment for name, moment in optimizer.named_state().items()}
 
 
@@ -262,16 +291,20 @@ def _write(path: Path, data: bytes) -> None:
         os.fsync(file.fileno())
 
 
+def replace_file(path: Path, data: bytes) -> None:
+    """The file holds the old content or the new one, whatever happens."""
+    new = path.with_name(path.name + ".new")
+    _write(new, data)
+    new.replace(path)
+    _sync_folder(path.parent)
+
+
 def _sync_folder(folder: Path) -> None:
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)
     finally:
         os.close(handle)
-
-
-def _step(folder: Path) -> int:
-    return int(folder.name.removeprefix("step_"))
 
 
 def _rng_states() -> dict[str, Tensor]:

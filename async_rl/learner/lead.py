@@ -20,6 +20,7 @@ from async_rl.data.record import Rules
 from async_rl.envs.tasks import Tasks
 from async_rl.envs.text import decoder, load_tokenizer, tokenizer_digest
 from async_rl.learner import LearnerError
+from async_rl.learner.best import Best
 from async_rl.learner.commands import Code
 from async_rl.learner.control import ControlPlane, Identity
 from async_rl.learner.failure import RunFailed, RunStopped
@@ -66,7 +67,8 @@ def lead(config: Config, folder: Path, rank: Rank, tasks: Tasks, checkpoint: byt
         assert packed is not None
         return packed
 
-    trainer = Trainer(config, rank, control, publisher, progress, tasks.heldout, stop, version, checkpoint_state)
+    best = Best(rank.checkpointer.directory, version if state else None, progress.notice)
+    trainer = Trainer(config, rank, control, publisher, progress, tasks.heldout, stop, version, checkpoint_state, best)
     trainer.saved = version if state else -1
     stop.remember()
     control.start()
@@ -84,13 +86,16 @@ def lead(config: Config, folder: Path, rank: Rank, tasks: Tasks, checkpoint: byt
     discovery.unlink(missing_ok=True)
     if not books["balanced"]:
         code, status, reason = 5, "failed", f"the books do not balance: {books}"
-    return _finish(folder, progress, books, code, status, reason)
+    found_best = {"best": best.score._asdict()} if best.score else {}
+    return _finish(folder, progress, books, status=status, exit_code=code, reason=reason, **found_best)
 
 
 def _train(trainer: Trainer) -> tuple[int, str, str]:
     """(exit code, status, reason)."""
     try:
         trainer.run()
+        if trainer.reached:
+            return 0, "finished", f"{trainer.reached} after {trainer.version} of {trainer.config.num_steps} steps"
         return 0, "finished", f"{trainer.version} steps done"
     except RunStopped as e:
         return _save_at_stop(trainer, e)
@@ -112,9 +117,10 @@ def _save_at_stop(trainer: Trainer, stopped: RunStopped) -> tuple[int, str, str]
     return stopped.code, "stopped", f"{stopped}; checkpoint of version {trainer.saved}" if trainer.saved >= 0 else str(stopped)
 
 
-def _finish(folder: Path, progress: Progress, books: dict[str, Any], code: int, status: str, reason: str) -> int:
-    progress.notice(f"{status}: {reason}")
-    result = progress.result(books, status=status, exit_code=code, reason=reason)
+def _finish(folder: Path, progress: Progress, books: dict[str, Any], **ending: Any) -> int:
+    code, reason = ending["exit_code"], ending["reason"]
+    progress.notice(f"{ending['status']}: {reason}")
+    result = progress.result(books, **ending)
     if result["steps"]:
         report = write_report(folder)
         result["report"] = str(report)

@@ -67,7 +67,7 @@ def load_policy(config: Config, device: torch.device, mesh: DeviceMesh | None) -
 
     Raises LearnerError when the model is missing, needs its own code, is too short, or is not scored rightly.
     """
-    hf = _load_hf(config.model)
+    hf = load_hf(config.model)
     longest = getattr(hf.config.get_text_config(), "max_position_embeddings", None)
     if longest is not None and longest < config.model.max_model_len:
         raise LearnerError(
@@ -99,7 +99,8 @@ def hf_named_parameters(policy: PolicyModel) -> list[tuple[str, nn.Parameter]]:
     return [(name.removeprefix(_HF), parameter) for name, parameter in policy.named_parameters()]
 
 
-def _load_hf(config: ModelConfig) -> transformers.PreTrainedModel:
+def load_hf(config: ModelConfig) -> transformers.PreTrainedModel:
+    """The Hugging Face model at `model.path`, whole, float32, on the CPU. Raises LearnerError."""
     path = Path(config.path)
     # "models/mine" may also be a hub name: it is a path if its first part is a folder here.
     local = path.is_absolute() or config.path.startswith(".") or Path(path.parts[0]).is_dir()

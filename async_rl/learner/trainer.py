@@ -7,6 +7,7 @@ IDLE to the other ranks, and looking whether the run can still go on. Invariant:
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from async_rl.config import Config
 from async_rl.data.evaluation import Evaluation
 from async_rl.data.record import Record
 from async_rl.learner.assemble import assemble
+from async_rl.learner.best import Best
 from async_rl.learner.checkpoint import CheckpointError
 from async_rl.learner.commands import IDLE_S, Code, Commands
 from async_rl.learner.control import ControlPlane
@@ -59,25 +61,29 @@ class Trainer:
     stop: Stop
     version: int
     checkpoint_state: Callable[[], bytes]
+    best: Best
     saved: int = -1  # version of the newest checkpoint
     skipped_in_a_row: int = 0
     failed_saves: int = 0
     train_through: bool = False  # the running evaluation has a rollout of its own
+    reached: str = ""  # which evaluation reached eval.target: the run ends
 
     @property
     def commands(self) -> Commands:
         return self.rank.commands
 
     def run(self) -> None:
-        """From the current version to `num_steps`. Raises RunFailed or RunStopped."""
-        if self.version == 0 or self.version >= self.config.num_steps:
+        """From the current version to `num_steps` or `eval.target`. Raises RunFailed or RunStopped."""
+        # With a target also after a resume: the run may have ended by it.
+        if self.version == 0 or self.version >= self.config.num_steps or self.config.eval.target is not None:
             self.evaluate(wait=True)
-        while self.version < self.config.num_steps:
+        while self.version < self.config.num_steps and not self.reached:
             self.step(self.next_batch())
             self.maybe_save()
             if self._due(self.config.eval.every) and self.version < self.config.num_steps:
                 self.evaluate(wait=False)
-        self.evaluate(wait=True)
+        if not self.reached:
+            self.evaluate(wait=True)
         self.save()
 
     # ---- one step
@@ -144,6 +150,8 @@ class Trainer:
         if self.config.eval.draws == 0 or self.progress.evaluated == self.version:
             return
         self._finish_evaluation()
+        if self.reached:
+            return
         name = WeightName(self.control.identity.incarnation, self.version)
         self._wait(lambda: self.publisher.published >= self.version, f"a rollout to serve {name}", self._who)
         self.progress.evaluated = self.version
@@ -151,6 +159,10 @@ class Trainer:
         evaluation = Evaluation(self.heldout, self.config.eval.draws, self.config.seed, name, deadline_s)
         with self.control.changed:
             self.train_through = self.control.begin_evaluation(evaluation)
+        if self.config.checkpoint.keep_best and self.version > 0:
+            self.save()
+            if self.saved == self.version:
+                self.best.begin(self.version)
         if wait or not self.train_through:
             self._finish_evaluation()
 
@@ -169,6 +181,17 @@ class Trainer:
         if evaluation.done or lost or now > evaluation.deadline_s:
             self.control.end_evaluation()
             self.progress.evaluation(evaluation, self.config.eval.timeout_s - (evaluation.deadline_s - now))
+            self._judge(evaluation)
+
+    def _judge(self, evaluation: Evaluation) -> None:
+        """A whole evaluation may make its checkpoint the best, and may end the run: a part of the draws must not."""
+        version, accuracy, target = evaluation.name.version, evaluation.accuracy, self.config.eval.target
+        counts = evaluation.missing == 0 and math.isfinite(accuracy)
+        self.best.judge(version, accuracy if counts else None)
+        if counts and target is not None and accuracy >= target:
+            self.reached = f"held-out accuracy {accuracy:.3f} of version {version} reached eval.target={target:g}"
+        elif not counts and (target is not None or self.config.checkpoint.keep_best):
+            self.progress.notice(f"the evaluation of version {version} is not whole: it counts for no target and no best")
 
     def _due(self, every: int) -> bool:
         return every > 0 and self.version % every == 0
@@ -182,6 +205,7 @@ class Trainer:
         if self.saved == self.version:
             return
         started = time.monotonic()
+        self.rank.checkpointer.spared = self.best.spared
         with self.control.changed:
             state = self.checkpoint_state()
         self.commands.issue(Code.SAVE, self.version)

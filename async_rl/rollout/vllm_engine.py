@@ -88,7 +88,8 @@ class VllmEngine:
         self._engine = engine
         self._core = core
         self._private_dir = private_dir
-        self._end_ids = vllm_setup.end_token_ids(engine.model_config)
+        model = engine.model_config
+        self._end_ids = vllm_setup.end_token_ids(model.hf_config, model.model, model.trust_remote_code)
         self._label = ""
         self._refusal = "the engine has no named weights yet: commit a version first"
         self._open = asyncio.Event()  # cleared while a commit is under way
@@ -253,6 +254,11 @@ class VllmEngine:
         finally:
             self._open.set()
         return checksum
+
+    async def serve_loaded(self, name: WeightName, timeout_s: float) -> None:
+        """Serve the weights of `model.path` itself under this name: no learner sends any."""
+        await self._weights(f"naming {name}", timeout_s, self._engine.update_weight_version(str(name)))
+        self._label, self._refusal = str(name), ""
 
     async def discard(self) -> None:
         """See Engine.discard."""

@@ -24,7 +24,6 @@ from async_rl.config import Config
 if TYPE_CHECKING:
     from multiprocessing.process import BaseProcess
 
-    from vllm.config import ModelConfig
     from vllm.v1.engine.async_llm import AsyncLLM
 
 PR_SET_PDEATHSIG = 1
@@ -123,17 +122,17 @@ def engine_args(config: Config, on_cpu: bool) -> Any:
     )
 
 
-def end_token_ids(model: ModelConfig) -> list[int]:
-    """The union of the end tokens that generation_config.json, config.json and the tokenizer name."""
+def end_token_ids(hf_config: Any, path: str, trust_remote_code: bool) -> list[int]:
+    """The union of the end tokens that generation_config.json, config.json (`hf_config`) and the tokenizer at `path` name."""
     from transformers import AutoTokenizer, GenerationConfig
 
-    named: list[int | Iterable[int] | None] = [getattr(model.hf_config, "eos_token_id", None)]
+    named: list[int | Iterable[int] | None] = [getattr(hf_config, "eos_token_id", None)]
     with suppress(OSError, ValueError):  # a model folder may lack any of the files: the others must do
-        named.append(GenerationConfig.from_pretrained(model.model).eos_token_id)
-    folder = Path(model.tokenizer)
+        named.append(GenerationConfig.from_pretrained(path).eos_token_id)
+    folder = Path(path)
     # From a folder without a tokenizer transformers makes an empty one, whose end token is id 0.
     if not folder.is_dir() or (folder / "tokenizer_config.json").exists():
-        named.append(AutoTokenizer.from_pretrained(model.tokenizer, trust_remote_code=model.trust_remote_code).eos_token_id)
+        named.append(AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code).eos_token_id)
     ids: set[int] = set()
     for entry in named:
         ids.update([] if entry is None else [entry] if isinstance(entry, int) else entry)
