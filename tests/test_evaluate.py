@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from async_rl.config import Config, ConfigError, parse_config
+from async_rl.envs.base import Scored
 from async_rl.envs.text import decoder, load_tokenizer
 from async_rl.rollout.engine import EngineDead
 from async_rl.rollout.evaluate import NAME, Evaluator
@@ -59,8 +60,8 @@ class Scripted:
         return Completion(prompt_ids, prompt_ids[:1], np.zeros(1, np.float32), 0 * one, 0 * one, self.finish)
 
 
-async def score(prompt: Prompt, answer: str) -> tuple[float, str]:
-    return float(answer == "even"), ""
+async def score(prompt: Prompt, answer: str) -> Scored:
+    return Scored(float(answer == "even"))
 
 
 async def run(engine: Scripted, config: Config, concurrency: int = 4) -> Evaluator:

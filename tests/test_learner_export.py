@@ -86,7 +86,8 @@ def test_tied_weights_stay_tied_and_the_tokenizer_keeps_its_chat_template(made, 
     with safe_open(tmp_path / "out" / "model.safetensors", "pt") as file:
         assert "lm_head.weight" not in file.keys()  # noqa: SIM118 (no mapping)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
-    assert loaded.get_output_embeddings().weight is loaded.get_input_embeddings().weight
+    output = loaded.get_output_embeddings()
+    assert output is not None and output.weight is loaded.get_input_embeddings().weight
     ours, theirs = (AutoTokenizer.from_pretrained(path) for path in (tmp_path / "out", made[0] / "model"))
     assert ours.chat_template == theirs.chat_template
     assert ours.encode("47+38=") == theirs.encode("47+38=")

@@ -159,7 +159,7 @@ def _fail(code: int, sentence: str) -> int:
 
 
 if __name__ == "__main__":
-    code = main(*sys.argv[1:3], sys.argv[3:])
+    code = main(sys.argv[1], sys.argv[2], sys.argv[3:])
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()

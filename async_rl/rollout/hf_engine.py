@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from typing import Any
 
 import numpy as np
 import torch
@@ -40,7 +41,8 @@ class TransformersEngine:
         except (OSError, ValueError, ImportError) as e:
             raise ConfigError(f"the model {path} cannot be loaded: {' '.join(str(e).split())[:200]}") from None
         decode = decoder(load_tokenizer(config.model))
-        return cls(model.to("cuda" if on_gpu else "cpu"), decode, end_token_ids(model.config, path, trust), name)
+        place: Any = torch.device("cuda" if on_gpu else "cpu")  # the annotation of `to` takes a model only
+        return cls(model.to(place), decode, end_token_ids(model.config, path, trust), name)
 
     async def generate(self, prompt_ids: np.ndarray, sampling: Sampling, request_id: str) -> Completion:
         """See Engine.generate; the temperature is taken to be 0."""
