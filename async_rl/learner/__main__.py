@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from async_rl.config import Config, ConfigError, load_config
 from async_rl.envs.base import TaskError
@@ -85,10 +85,17 @@ def _init_distributed(config: Config, device: torch.device) -> None:
         dist.init_process_group(backend, store=alone, rank=0, world_size=1, timeout=timeout)
 
 
+def _mesh(config: Config, device: torch.device) -> DeviceMesh:
+    """One dimension to shard over, or two for HSDP: copies, and the shards of each copy."""
+    num_ranks, replicas = dist.get_world_size(), config.learner.replicas
+    if replicas == 1:
+        return init_device_mesh(device.type, (num_ranks,))
+    return init_device_mesh(device.type, (replicas, num_ranks // replicas), mesh_dim_names=("replicate", "shard"))
+
+
 def _build(config: Config, folder: Path, device: torch.device) -> Rank:
     torch.manual_seed(config.seed)
-    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
-    policy = load_policy(config, device, mesh)
+    policy = load_policy(config, device, _mesh(config, device))
     optimizer = PolicyOptimizer(policy, config.learner, config.num_steps * config.algorithm.num_minibatches)
     group = dist.new_group(backend="gloo", timeout=timedelta(seconds=config.learner.step_timeout_s))
     assert isinstance(group, dist.ProcessGroup)

@@ -42,6 +42,7 @@ from async_rl.transport.messages import (
 from async_rl.types import Attempt, Group
 
 log = get_logger(__name__)
+NUM_QUIET_BEATS = 3  # heartbeats a member may miss before another process may take its name
 TICK_S = 0.05  # longest the IO thread sleeps: bounds the delay of a grant that a release made possible
 
 
@@ -172,12 +173,17 @@ class ControlPlane:
         }
         for what, (mine, theirs) in ours.items():
             if mine != theirs:
-                text = f"{hello.name} was refused: its {what} is {theirs}, the learner's is {mine}"
-                self.say(peer, Error(code="fatal", text=text))
-                self.notice(text)
-                self.events["refused_hello"] += 1
+                self._refuse(peer, f"{hello.name} was refused: its {what} is {theirs}, the learner's is {mine}")
                 return
         predecessor = self.members.named(hello.name)
+        answer = self.members.may_join(hello, now, NUM_QUIET_BEATS * self.config.transport.heartbeat_s)
+        if answer != "yes" and predecessor is not None:
+            text = f"{predecessor.rollout_id}, pid {predecessor.pid}, has the name {hello.name}"
+            if answer == "later":
+                self.say(peer, Error(code="refused", text=f"{text}: is it dead?"))
+            else:
+                self._refuse(peer, f"{hello.name} with pid {hello.pid} was refused: {text} and lives: choose another --name")
+            return
         if predecessor is not None:
             self._remove(predecessor, "replaced by a new connection", now)
         member = self.members.join(peer, hello, now)
@@ -190,6 +196,11 @@ class ControlPlane:
         self.say(peer, welcome)
         self.events["joined"] += 1
         self.notice(f"{member.rollout_id} joined")
+
+    def _refuse(self, peer: Peer, text: str) -> None:
+        self.say(peer, Error(code="fatal", text=text))
+        self.notice(text)
+        self.events["refused_hello"] += 1
 
     def _delivered(self, event: Delivered, now: float) -> None:
         group = event.group
@@ -345,9 +356,10 @@ class ControlPlane:
         returned = self.ledger.leave(member.rollout_id, now)
         if self.evaluation is not None:
             self.evaluation.give_back(sorted(member.evaluating))
-        if not any(m.live for m in self.members):
-            self._alone_since = now
         self.notice(f"{member.rollout_id} {why} ({len(returned)} groups leased again)")
+        if member.live and not any(m.live for m in self.members):
+            self._alone_since = now
+            self.notice(f"no rollout is left: waiting {self.config.rollout.timeout_s:g} s (rollout.timeout_s) for one to join")
         self.changed.notify_all()
 
     def committed(self, member: Member, version: int) -> None:

@@ -47,6 +47,8 @@ def lead(config: Config, folder: Path, rank: Rank, checkpoint: bytes | None, sto
     progress = Progress(config, folder, identity.incarnation, version if state else None)
     ledger, prompts = _data(config, tasks, identity.incarnation, state)
     _announce(progress, tasks, identity, version, bool(state))
+    if config.rollout.count == 0:
+        progress.notice(f"rollout.count is 0: start rollouts by hand with `async-rl rollout {folder} --name NAME`")
     transport = config.transport
     hub = ZmqHub(
         transport.host,
@@ -154,7 +156,8 @@ def weight_backend(config: Config) -> Literal["gloo", "nccl"]:
     if config.weights.backend != "auto":
         return config.weights.backend
     cards = 0 if config.learner.device == "cpu" else torch.cuda.device_count()
-    return "nccl" if cards >= config.learner.ranks + config.rollout.count else "gloo"
+    count = config.rollout.count  # 0: rollouts started by hand, wherever they are
+    return "nccl" if count and cards >= config.learner.ranks + count else "gloo"
 
 
 def _next_incarnation(folder: Path) -> int:
