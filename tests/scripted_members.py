@@ -155,8 +155,10 @@ class Scene:
 class Rollout:
     """A member that does what a good one does, unless told to be silent or to fail in a phase."""
 
-    def __init__(self, scene: Scene, name: str, *, silent_at: str = "", checksum: str = "", **hello: Any) -> None:
-        self.scene, self.name, self.peer = scene, name, name.encode()
+    def __init__(
+        self, scene: Scene, name: str, *, silent_at: str = "", checksum: str = "", peer: str = "", **hello: Any
+    ) -> None:
+        self.scene, self.name, self.peer = scene, name, (peer or name).encode()
         self.silent_at, self.checksum = silent_at, checksum
         self.rollout_id = ""
         self.leases: list[Lease] = []
