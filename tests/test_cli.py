@@ -115,3 +115,10 @@ def test_rollout_becomes_the_process_that_train_would_start(tmp_path):
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, env={**os.environ})
     assert json.loads(done.stdout)[1:] == ["-m", "async_rl.rollout", str(tmp_path), "--name", "rollout-7"], done.stderr
+
+
+def test_the_script_for_one_gpu_says_what_is_missing(tmp_path):
+    (tmp_path / "dirname").symlink_to("/usr/bin/dirname")
+    script = ["/bin/bash", str(ROOT / "launch" / "one_gpu.sh")]
+    done = subprocess.run(script, capture_output=True, text=True, env={"PATH": str(tmp_path)}, timeout=20)
+    assert done.returncode == 2 and "no nvidia-smi here" in done.stderr
