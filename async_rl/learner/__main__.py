@@ -1,7 +1,8 @@
 """One learner rank: build its parts, then lead (rank 0) or follow. Started by torchrun, or alone as a single rank.
 
 Owns the order of construction, resume, and what is said at the end. Invariant: whatever ends the run, rollouts get
-END, the other ranks get END, the books are closed and checked, and `result.json` says how it ended.
+END, the other ranks get END, the books are closed and checked, and `result.json` says how it ended; a rank that has lost
+another one only ends, for the run goes on from its checkpoint.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from async_rl.envs.base import TaskError
 from async_rl.learner import LearnerError
 from async_rl.learner.checkpoint import Checkpointer
 from async_rl.learner.commands import Commands
-from async_rl.learner.failure import RunStopped
+from async_rl.learner.failure import RunStopped, lost_rank
 from async_rl.learner.lead import lead, weight_backend
 from async_rl.learner.model import hf_named_parameters, load_policy
 from async_rl.learner.optim import PolicyOptimizer
@@ -58,6 +59,11 @@ def main(run_dir: str) -> int:
         return 2
     except RunStopped as e:
         return e.code
+    except RuntimeError as e:
+        if not lost_rank(e):
+            raise
+        print(f"learner: rank {number} has lost another rank: {' '.join(str(e).split())[:200]}", file=sys.stderr, flush=True)
+        return 1
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()

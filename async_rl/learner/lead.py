@@ -1,6 +1,7 @@
 """Rank 0's life: data, ledger, sockets and threads around the trainer, and the closing of the books.
 
-Invariant: however the training ends, END goes out, the ledger is closed and its balance decides the exit code.
+Invariant: however the training ends, END goes out, the ledger is closed and its balance decides the exit code. Only a
+life cut short by the loss of another rank says nothing: the next life resumes, and finds the rollouts waiting for it.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from async_rl.envs.tasks import Tasks, build_prompts
 from async_rl.envs.text import load_tokenizer, tokenizer_digest
 from async_rl.learner.commands import Code
 from async_rl.learner.control import ControlPlane, Identity
-from async_rl.learner.failure import RunFailed, RunStopped
+from async_rl.learner.failure import RunFailed, RunStopped, lost_rank
 from async_rl.learner.progress import Progress
 from async_rl.learner.publish import Publisher
 from async_rl.learner.rank import Rank
@@ -88,17 +89,20 @@ def lead(config: Config, folder: Path, rank: Rank, checkpoint: bytes | None, sto
 
 
 def _train(trainer: Trainer) -> tuple[int, str, str]:
-    """(exit code, status, reason)."""
+    """(exit code, status, reason). Raises what a lost rank makes of a collective."""
     try:
-        trainer.run()
-        return 0, "finished", f"{trainer.version} steps done"
-    except RunStopped as e:
-        return _save_at_stop(trainer, e)
+        try:
+            trainer.run()
+            return 0, "finished", f"{trainer.version} steps done"
+        except RunStopped as e:
+            return _save_at_stop(trainer, e)
     except RunFailed as e:
         return e.code, "failed", str(e)
     except KeyboardInterrupt:
         return 130, "stopped", "stopped by a second SIGINT, without a checkpoint"
     except Exception as e:
+        if lost_rank(e):
+            raise
         log.exception("training failed")
         return 1, "failed", f"{type(e).__name__}: {e}"
 
