@@ -15,18 +15,17 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from async_rl.learner import checkpoint as checkpoint_module
 from async_rl.learner.checkpoint import Checkpointer, CheckpointError
-from async_rl.learner.model import hf_named_parameters
+from async_rl.learner.model import hf_named_parameters, make_mesh
 from async_rl.learner.scatter import scatter_batch
 from async_rl.types import Batch
 from async_rl.weights.checksum import checksum
 from async_rl.weights.source import WeightSource
 
-from .learner_cases import flat_bytes, full, gradients_of, make_batch, make_config, make_policy, make_update, weights
+from .learner_cases import CPU, flat_bytes, full, gradients_of, make_batch, make_config, make_policy, make_update, weights
 
 TIMEOUT = timedelta(seconds=120)
 BATCHES: dict[str, dict[str, Any]] = {
@@ -47,8 +46,9 @@ class Rank:
         self.rank, self.folder, self.other = rank, folder, other
         rendezvous = f"file://{folder}/store"
         dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=num_ranks, timeout=TIMEOUT)
-        self.mesh = init_device_mesh("cpu", (num_ranks,))
-        self.hybrid = init_device_mesh("cpu", (2, num_ranks // 2), mesh_dim_names=("replicate", "shard"))
+        self.mesh = make_mesh(make_config(learner={"ranks": num_ranks}).learner, CPU)
+        self.hybrid = make_mesh(make_config(learner={"ranks": num_ranks, "replicas": 2}).learner, CPU)
+        assert (self.mesh.shape, self.hybrid.shape) == ((num_ranks,), (2, num_ranks // 2))
         group = dist.new_group(backend="gloo", timeout=TIMEOUT)
         assert isinstance(group, dist.ProcessGroup)
         self.group = group

@@ -72,6 +72,9 @@ def test_check_says_what_would_run_and_creates_nothing(tmp_path):
     done = run("check", QUICKSTART, "num_steps=7", "rollout.count=2", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "7 steps" in done.stdout and "rollout-1" in done.stdout and "recipe 'tiny' first" in done.stdout
+    assert "memory     not estimated: the size of" in done.stdout
+    by_hand = run("check", QUICKSTART, "rollout.count=0", cwd=tmp_path)
+    assert "start them by hand with `async-rl rollout RUN_DIR --name NAME`" in by_hand.stdout
     assert list(tmp_path.iterdir()) == []
 
 

@@ -117,9 +117,9 @@ def test_the_environment_keeps_an_engine_on_loopback_and_leaves_a_cluster_its_ow
 
 
 @pytest.mark.process  # it imports vLLM
-def test_an_engine_starts_on_a_card_that_another_process_mostly_fills():
+def test_an_engine_starts_on_a_card_that_another_process_mostly_fills(tmp_path):
     utils = pytest.importorskip("vllm.v1.worker.utils")
-    config = parse_config({"num_steps": 1, "groups_per_step": 1, "group_size": 2, "model": {"path": "none"}})
+    config = parse_config({"num_steps": 1, "groups_per_step": 1, "group_size": 2, "model": {"path": str(tmp_path)}})
     arguments = vllm_setup.engine_args(config, on_cpu=False)
     snapshot = SimpleNamespace(total_memory=24 << 30, free_memory=8 << 30, device_="cuda:0")
     with pytest.raises(ValueError, match="less than desired GPU memory utilization"):

@@ -14,7 +14,6 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from async_rl.config import Config, ConfigError, load_config
 from async_rl.envs.base import TaskError
@@ -23,7 +22,7 @@ from async_rl.learner.checkpoint import Checkpointer
 from async_rl.learner.commands import Commands
 from async_rl.learner.failure import RunStopped, lost_rank
 from async_rl.learner.lead import lead, weight_backend
-from async_rl.learner.model import hf_named_parameters, load_policy
+from async_rl.learner.model import hf_named_parameters, load_policy, make_mesh
 from async_rl.learner.optim import PolicyOptimizer
 from async_rl.learner.rank import Rank
 from async_rl.learner.signals import Stop
@@ -91,17 +90,9 @@ def _init_distributed(config: Config, device: torch.device) -> None:
         dist.init_process_group(backend, store=alone, rank=0, world_size=1, timeout=timeout)
 
 
-def _mesh(config: Config, device: torch.device) -> DeviceMesh:
-    """One dimension to shard over, or two for HSDP: copies, and the shards of each copy."""
-    num_ranks, replicas = dist.get_world_size(), config.learner.replicas
-    if replicas == 1:
-        return init_device_mesh(device.type, (num_ranks,))
-    return init_device_mesh(device.type, (replicas, num_ranks // replicas), mesh_dim_names=("replicate", "shard"))
-
-
 def _build(config: Config, folder: Path, device: torch.device) -> Rank:
     torch.manual_seed(config.seed)
-    policy = load_policy(config, device, _mesh(config, device))
+    policy = load_policy(config, device, make_mesh(config.learner, device))
     optimizer = PolicyOptimizer(policy, config.learner, config.num_steps * config.algorithm.num_minibatches)
     group = dist.new_group(backend="gloo", timeout=timedelta(seconds=config.learner.step_timeout_s))
     assert isinstance(group, dist.ProcessGroup)
