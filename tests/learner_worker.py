@@ -1,4 +1,4 @@
-"""What each learner rank does in tests/test_learner_ranks.py: `python -m tests.learner_worker NUM_RANKS RANK FOLDER [OTHER]`.
+"""What each learner rank does in tests/test_learner_ranks.py: `python -m tests.learner_worker NUM_RANKS FOLDER [OTHER]`.
 
 OTHER is the folder of an earlier run on another number of ranks, whose checkpoint is loaded here.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import errno
+import multiprocessing
 import sys
 from datetime import timedelta
 from pathlib import Path
@@ -224,14 +225,26 @@ def state(policy, optimizer) -> dict[str, torch.Tensor]:
     return weights(policy) | {k: full(v) for k, v in optimizer.named_state().items()}
 
 
-def main(num_ranks: str, rank: str, folder: str, other: str = "") -> None:
+def work(num_ranks: int, rank: int, folder: Path, other: Path | None) -> None:
     torch.set_num_threads(1)
-    own = Rank(int(num_ranks), int(rank), Path(folder), Path(other) if other else None)
+    own = Rank(num_ranks, rank, folder, other)
     for case in (own.scatter, own.gradients, own.mini_batches, own.gathers, own.poison, own.checkpoints, own.other_checkpoints):
         case()
-    torch.save(own.results, own.folder / f"rank{own.rank}.pt")
+    torch.save(own.results, folder / f"rank{rank}.pt")
     dist.destroy_process_group()
 
 
+def main(num_ranks: str, folder: str, other: str = "") -> int:
+    """Ranks are forks: what takes seconds is imported once. The exit code is 0 when every rank's is."""
+    fork = multiprocessing.get_context("fork")
+    arguments = [(int(num_ranks), rank, Path(folder), Path(other) if other else None) for rank in range(int(num_ranks))]
+    ranks = [fork.Process(target=work, args=each, daemon=True) for each in arguments]
+    for process in ranks:
+        process.start()
+    for process in ranks:
+        process.join()
+    return int(any(process.exitcode for process in ranks))
+
+
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    sys.exit(main(*sys.argv[1:]))

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -31,20 +33,17 @@ class Found(NamedTuple):
 
 def work(num_ranks: int, folder: Path, *other: str) -> Found:
     env = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    command = [sys.executable, "-m", "tests.learner_worker", str(num_ranks)]
-    logs = [(folder / f"rank{r}.log").open("w+") for r in range(num_ranks)]
-    running = [
-        subprocess.Popen([*command, str(r), str(folder), *other], cwd=ROOT, env=env, stdout=log, stderr=subprocess.STDOUT)
-        for r, log in enumerate(logs)
-    ]
+    command = [sys.executable, "-m", "tests.learner_worker", str(num_ranks), str(folder), *other]
+    log = folder / "log"
+    with log.open("w") as file:
+        running = subprocess.Popen(command, cwd=ROOT, env=env, stdout=file, stderr=file, start_new_session=True)
     try:
-        codes = [process.wait(timeout=400) for process in running]
+        code = running.wait(timeout=400)
     finally:
-        for process in running:
-            process.kill()
-            process.wait()
-    said = "\n".join(Path(log.name).read_text()[-3000:] for log in logs)
-    assert codes == [0] * num_ranks, said
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(running.pid, signal.SIGKILL)
+        running.wait()
+    assert code == 0, log.read_text()[-5000:]
     return Found([torch.load(folder / f"rank{r}.pt", weights_only=True) for r in range(num_ranks)], folder)
 
 
