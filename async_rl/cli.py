@@ -12,12 +12,14 @@ import sys
 from pathlib import Path
 
 EXIT_CODES = """\
-exit codes: 0 done; 2 a mistake in the configuration or the command; 3 no rollout is left, or a rollout cannot reach the
-learner; 4 training failed; 5 the books do not balance; 128 + n stopped by signal n (130 is Ctrl-C)"""
+exit codes: 0 done; 1 a bug in async_rl; 2 a mistake in the configuration or the command; 3 no rollout is left, or a rollout
+cannot reach the learner; 4 training failed; 5 the books do not balance; 128 + n stopped by signal n (130 is Ctrl-C)"""
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run one command; returns its exit code."""
+    if "" not in sys.path:
+        sys.path.insert(0, "")  # the working directory, as with `python -m`: a reward of one's own lies there
     arguments = _parser().parse_args(argv)
     try:
         return arguments.command(arguments)
@@ -45,7 +47,7 @@ def _parser() -> argparse.ArgumentParser:
     ):
         sub = _add(commands, name, command, text)
         sub.add_argument("config", metavar="CONFIG", help="YAML file, for example configs/quickstart.yaml")
-        sub.add_argument("overrides", metavar="key=value", nargs="*", help="for example num_steps=10 rollout.count=2")
+        sub.add_argument("overrides", metavar="key=value", nargs="*", default=[], help="for example num_steps=10")
 
     sub = _add(commands, "learner", _learner, "the learner of a run folder (under torchrun: one rank of it)")
     sub.add_argument("run_dir", metavar="RUN_DIR", help="folder with config.yaml and run.json")

@@ -10,13 +10,16 @@ import difflib
 import hashlib
 import json
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-LOOPBACK = ("127.", "localhost", "::1", "[::1]")
+from async_rl.config_rules import impossible
+
+Seconds = Annotated[float, Field(ge=1e-3, le=1e7)]
+Few = Annotated[int, Field(ge=1, le=4096)]  # processes, threads, groups in flight
 
 
 class ConfigError(Exception):
@@ -24,7 +27,9 @@ class ConfigError(Exception):
 
 
 class Section(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, protected_namespaces=())
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", use_attribute_docstrings=True, protected_namespaces=(), allow_inf_nan=False
+    )
 
 
 class ModelConfig(Section):
@@ -47,7 +52,7 @@ class DataConfig(Section):
     """Your own data instead of a dataset: a JSONL file with one object per line, `prompt` as text or as a list of chat
     messages, and any further fields, which the reward gets."""
     heldout_path: str | None = None
-    """A second such file for evaluation, instead of a share of the first."""
+    """A second such file for evaluation, instead of a share of the first, which loses the prompts that are in both."""
     num_items: int = Field(default=10_000, ge=1)
     """Items drawn from the generator; questions that repeat are kept once."""
     prompt: str | None = None
@@ -59,13 +64,13 @@ class DataConfig(Section):
     """System message before the prompt; needs chat."""
     reward: str = "async_rl.envs.rewards:exact_last_field"
     """`package.module:function`, called as `reward(prompt, answer, **fields)`; returns a number, or a dict with `score` and
-    further numbers to be logged. May be async."""
+    at most 16 further numbers to be logged. May be async. A module of your own is found in the working directory."""
     heldout_fraction: float = Field(default=0.1, ge=0, lt=1)
     """Share of the prompts kept for evaluation, chosen by a hash of the question."""
 
 
 class RolloutConfig(Section):
-    count: int = Field(default=1, ge=0)
+    count: int = Field(default=1, ge=0, le=4096)
     """Rollout processes that `train` starts on this host, 0 for none; more may join with `async-rl rollout`."""
     engine: Literal["vllm", "toy"] = "vllm"
     """The inference engine; `toy` is scripted, for tests and simulations."""
@@ -73,38 +78,38 @@ class RolloutConfig(Section):
     """Longest answer, in tokens."""
     temperature: float = Field(default=1.0, gt=0)
     """Sampling temperature; the learner divides its logits by the same."""
-    stop: list[str] = Field(default_factory=list)
+    stop: list[Annotated[str, Field(min_length=1)]] = Field(default_factory=list)
     """Strings that end an answer, beside the model's own end tokens."""
-    num_slots: int = Field(default=8, ge=1)
+    num_slots: Few = 8
     """Groups in flight per rollout."""
-    max_num_seqs: int = Field(default=64, ge=1)
+    max_num_seqs: Few = 64
     """Answers the engine decodes at once."""
     kv_cache_bytes: int = Field(default=64 << 20, ge=1 << 20)
     """KV cache of the engine, in bytes. Always explicit: vLLM's own default takes nearly all memory on a CPU."""
-    threads: int = Field(default=1, ge=1)
+    threads: Few = 1
     """CPU threads of the engine."""
-    reward_workers: int = Field(default=1, ge=1)
+    reward_workers: Few = 1
     """Processes that run the reward function."""
-    reward_timeout_s: float = Field(default=10.0, gt=0)
+    reward_timeout_s: Seconds = 10.0
     """An answer not scored within this time counts as unscorable and its scorer is replaced."""
-    lease_timeout_s: float = Field(default=300.0, gt=0)
+    lease_timeout_s: Seconds = 300.0
     """A group not delivered within this time is leased again."""
-    max_attempts: int = Field(default=3, ge=1)
+    max_attempts: Few = 3
     """Leases of one group before it is dropped as failed."""
-    start_timeout_s: float = Field(default=300.0, gt=0)
+    start_timeout_s: Seconds = 300.0
     """Longest wait for the first rollout to be ready."""
-    timeout_s: float = Field(default=120.0, gt=0)
+    timeout_s: Seconds = 120.0
     """With no rollout left, the learner waits this long for one to join, then exits."""
 
 
 class LearnerConfig(Section):
-    ranks: int = Field(default=1, ge=1)
+    ranks: Few = 1
     """Learner processes under torchrun on this host."""
     replicas: int = Field(default=1, ge=1)
     """Copies of the policy that the ranks hold between them, each sharded over ranks / replicas (HSDP when more than 1)."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where the learner computes."""
-    threads: int = Field(default=1, ge=1)
+    threads: Few = 1
     """CPU threads of each rank."""
     microbatch_tokens: int = Field(default=8192, ge=1)
     """Most tokens, padding included, in one forward pass of one rank."""
@@ -118,7 +123,7 @@ class LearnerConfig(Section):
     """Share of the steps at the end held at the minimum."""
     min_lr_ratio: float = Field(default=0.1, ge=0, le=1)
     """Minimum learning rate over the peak, reached by a cosine."""
-    betas: tuple[float, float] = (0.9, 0.99)
+    betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.9, 0.99)
     """AdamW's moment decays."""
     weight_decay: float = Field(default=0.0, ge=0)
     """AdamW's decoupled weight decay."""
@@ -126,7 +131,7 @@ class LearnerConfig(Section):
     """Global gradient norm is clipped to this."""
     max_skipped_steps: int = Field(default=5, ge=1)
     """Steps in a row that change nothing (non-finite, or no trainable token) before the run stops."""
-    step_timeout_s: float = Field(default=1800.0, gt=0)
+    step_timeout_s: Seconds = 1800.0
     """Longest any collective of the learner group may take."""
 
 
@@ -164,11 +169,11 @@ class TransportConfig(Section):
     """Control port; data takes the next one. 0 lets the system choose, found through the discovery file."""
     insecure: bool = False
     """Allow a host beyond loopback without keys."""
-    heartbeat_s: float = Field(default=1.0, gt=0)
+    heartbeat_s: Seconds = 1.0
     """Interval of heartbeats, both ways."""
-    heartbeat_timeout_s: float = Field(default=15.0, gt=0)
+    heartbeat_timeout_s: Seconds = 15.0
     """Silence after which a rollout is expelled."""
-    connect_timeout_s: float = Field(default=120.0, gt=0)
+    connect_timeout_s: Seconds = 120.0
     """A rollout that hears nothing from a learner for this long exits."""
     max_message_bytes: int = Field(default=64 << 20, ge=1 << 16)
     """Largest group on the wire; a larger one is refused and counted."""
@@ -179,11 +184,11 @@ class TransportConfig(Section):
 class WeightsConfig(Section):
     backend: Literal["auto", "gloo", "nccl"] = "auto"
     """Broadcast backend; auto is NCCL when learner and engines have GPUs of their own, else gloo."""
-    bucket_bytes: int = Field(default=32 << 20, ge=1 << 12)
+    bucket_bytes: int = Field(default=32 << 20, ge=1 << 12, le=1 << 34)
     """Bytes per broadcast."""
     in_flight: Literal["keep", "recompute", "abort"] = "keep"
     """Running answers at an update: go on with the old KV cache, rebuild it, or resubmit as a prefix."""
-    phase_timeout_s: float = Field(default=60.0, gt=0)
+    phase_timeout_s: Seconds = 60.0
     """Longest any phase of an update may take before the silent rollout is expelled."""
 
 
@@ -205,7 +210,7 @@ class EvalConfig(Section):
     """Steps between evaluations; 0 evaluates before the first and after the last step only."""
     draws: int = Field(default=512, ge=0)
     """Held-out prompts per evaluation, drawn with replacement, answered greedily; 0 turns evaluation off."""
-    timeout_s: float = Field(default=300.0, gt=0)
+    timeout_s: Seconds = 300.0
     """Longest an evaluation may take; what is missing then is counted, not guessed."""
     target: float | None = None
     """End the run when an evaluation reaches this score."""
@@ -219,7 +224,7 @@ class ObserveConfig(Section):
 
 
 class Config(Section):
-    seed: int = 0
+    seed: int = Field(default=0, ge=0, lt=2**31)
     """Seed of data order, sampling and model recipes."""
     run_dir: str | None = None
     """Where logs, metrics, checkpoints and the report go; by default a new folder `runs/<config>/<time>`."""
@@ -246,91 +251,22 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _possible(self) -> Config:
-        for broken, sentence in _impossible(self):
+        for broken, sentence in impossible(self):
             if broken:
                 raise ValueError(sentence)
         return self
 
     @property
     def max_group_bytes(self) -> int:
-        """Upper bound of one group on the wire: five arrays of at most 4 bytes a token, the prompt, and a header."""
+        """Upper bound of one group on the wire: five arrays of at most 4 bytes a token, the prompt, and a header, of which a
+        sibling takes 512 bytes with its error and 1280 with 16 scores under names of 64 bytes."""
         tokens = self.group_size * self.rollout.max_new_tokens
-        return 4 * self.model.max_model_len + 17 * tokens + 4096 + 512 * self.group_size
+        return 4 * self.model.max_model_len + 17 * tokens + 4096 + (512 + 1280) * self.group_size
 
     def digest(self) -> str:
         """What learner and rollouts must agree on: everything but where files go and how much is logged."""
         content = self.model_dump(mode="json", exclude={"run_dir", "observe"})
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
-
-
-def _impossible(c: Config) -> list[tuple[bool, str]]:
-    """(broken, sentence) for each combination that cannot work; sentences name key, value and fix."""
-    window = c.groups_per_step * (c.max_staleness + 1)
-    return [
-        (
-            c.group_size < 2,
-            f"group_size is {c.group_size}, but algorithm.advantage={c.algorithm.advantage} compares siblings: use 2 or more",
-        ),
-        (
-            c.rollout.max_new_tokens >= c.model.max_model_len,
-            f"rollout.max_new_tokens is {c.rollout.max_new_tokens}, which leaves no room for a prompt within "
-            f"model.max_model_len={c.model.max_model_len}: lower the one or raise the other",
-        ),
-        (
-            c.learner.microbatch_tokens < c.model.max_model_len,
-            f"learner.microbatch_tokens is {c.learner.microbatch_tokens}, less than one answer of "
-            f"model.max_model_len={c.model.max_model_len} tokens: raise it to at least that",
-        ),
-        (
-            c.max_staleness > 0 and c.algorithm.correction == "none",
-            f"max_staleness is {c.max_staleness} with algorithm.correction=none: stale tokens need a correction, "
-            "use token_truncate or max_staleness=0",
-        ),
-        (
-            c.algorithm.num_minibatches > c.groups_per_step,
-            f"algorithm.num_minibatches is {c.algorithm.num_minibatches}, more than groups_per_step={c.groups_per_step}",
-        ),
-        (
-            c.max_group_bytes > c.transport.max_message_bytes,
-            f"transport.max_message_bytes is {c.transport.max_message_bytes}, but one group can take {c.max_group_bytes}: "
-            "raise it",
-        ),
-        (
-            window * c.max_group_bytes > c.transport.max_buffered_bytes,
-            f"transport.max_buffered_bytes is {c.transport.max_buffered_bytes}, but a full window of {window} groups can take "
-            f"{window * c.max_group_bytes}: raise it",
-        ),
-        (
-            not c.transport.insecure and not c.transport.host.startswith(LOOPBACK),
-            f"transport.host is {c.transport.host}, beyond loopback without keys: keep 127.0.0.1, or set "
-            "transport.insecure=true on a network you trust",
-        ),
-        (
-            c.learner.ranks % c.learner.replicas != 0,
-            f"learner.replicas is {c.learner.replicas}, which does not divide learner.ranks={c.learner.ranks}",
-        ),
-        (
-            c.data.heldout_path is not None and c.data.path is None,
-            "data.heldout_path is set without data.path: name the file to train on, too",
-        ),
-        (
-            c.data.system is not None and not c.data.chat,
-            "data.system is set, but data.chat is false: a system message needs the chat template, set data.chat=true",
-        ),
-        (
-            c.eval.draws == 0 and (c.eval.target is not None or c.checkpoint.keep_best),
-            "eval.draws is 0, but eval.target and checkpoint.keep_best need evaluations: set eval.draws, for example to 512",
-        ),
-        (
-            c.learner.warmup_fraction + c.learner.hold_fraction > 1,
-            "learner.warmup_fraction + learner.hold_fraction is more than 1: lower one",
-        ),
-        (
-            c.transport.heartbeat_timeout_s <= 2 * c.transport.heartbeat_s,
-            f"transport.heartbeat_timeout_s is {c.transport.heartbeat_timeout_s}, too close to heartbeat_s="
-            f"{c.transport.heartbeat_s}: use more than twice that",
-        ),
-    ]
 
 
 def load_config(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -> Config:
@@ -341,20 +277,33 @@ def load_config(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -
     """
     path = Path(path)
     if not path.is_file():
-        raise ConfigError(f"config file {path} does not exist: give the path of a YAML file such as configs/quickstart.yaml")
-    for item in overrides:
-        if "=" not in item:
-            raise ConfigError(f"override '{item}' has no '=': write key=value, for example num_steps=10")
+        what = "is no regular file" if path.exists() else "does not exist"
+        raise ConfigError(f"config file {path} {what}: give the path of a YAML file such as configs/quickstart.yaml")
+    given = _parse_overrides(overrides)
     try:
-        merged = OmegaConf.merge(OmegaConf.load(path), OmegaConf.from_dotlist(list(overrides)))
-        tree = OmegaConf.to_container(merged, resolve=True)
+        tree = OmegaConf.to_container(OmegaConf.merge(OmegaConf.load(path), given), resolve=True)
     except (OmegaConfBaseException, ValueError, OSError) as e:
         raise ConfigError(f"{path}: {_one_line(e)}") from None
-    except Exception as e:  # yaml's own error classes share no base with OmegaConf's
+    except Exception as e:
         raise ConfigError(f"{path} is not valid YAML: {_one_line(e)}") from None
     if not isinstance(tree, dict):
         raise ConfigError(f"{path} holds no mapping at its top level: see configs/quickstart.yaml")
     return parse_config(tree)
+
+
+def _parse_overrides(overrides: list[str] | tuple[str, ...]) -> DictConfig:
+    given = OmegaConf.create({})
+    for item in overrides:
+        if "=" not in item:
+            raise ConfigError(f"override '{item}' has no '=': write key=value, for example num_steps=10")
+        try:
+            given.merge_with_dotlist([item])
+        except Exception as e:  # yaml's and OmegaConf's errors share no base, and some dotlists end in an IndexError
+            raise ConfigError(
+                f"override '{item}' cannot be read ({_one_line(e)}): the value is YAML, so text with braces, brackets, "
+                "stars or colons wants quotes of its own, for example data.prompt='\"{expression}=\"'"
+            ) from None
+    return given
 
 
 def parse_config(tree: dict[Any, Any]) -> Config:

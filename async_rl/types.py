@@ -16,6 +16,8 @@ import numpy as np
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 Split = Literal["train", "eval"]
+MAX_SCORES = 16  # beside the reward, per answer
+MAX_SCORE_NAME_BYTES = 64
 
 
 class Attempt(NamedTuple):
@@ -85,6 +87,7 @@ class Trajectory:
     finish_reason: FinishReason
     reward: float
     error: str = ""
+    scores: dict[str, float] = field(default_factory=dict)  # further figures of the reward function, finite, to be logged
 
     @property
     def num_tokens(self) -> int:

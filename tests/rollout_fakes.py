@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import torch
 
 from async_rl.config import Config, parse_config
+from async_rl.envs.base import Scored
 from async_rl.envs.single_turn import SingleTurn
 from async_rl.rollout.join import Door
 from async_rl.rollout.scheduler import Sampler
@@ -226,8 +227,8 @@ class Stage:
         self.worker = Worker(config, Sampler(self.engine, SingleTurn(), self.score, lambda ids: ""), door)
         self.task: asyncio.Task[str] = asyncio.create_task(self.worker.run())
 
-    async def score(self, prompt: Prompt, answer: str) -> tuple[float, str]:
-        return 1.0, ""
+    async def score(self, prompt: Prompt, answer: str) -> Scored:
+        return Scored(1.0)
 
     def learner(self, incarnation: int = 1, **other: Any) -> Learner:
         made = Learner(self.path, MemoryHub(max_message_bytes=1 << 20), incarnation, **other)

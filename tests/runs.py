@@ -73,13 +73,19 @@ class Run:
 
 
 @contextmanager
-def train(tmp_path: Path, *overrides: str, config: Path = QUICKSTART) -> Iterator[Run]:
+def train(tmp_path: Path, *overrides: str, config: Path = QUICKSTART, cwd: Path = ROOT) -> Iterator[Run]:
     """A run with `overrides`, killed with all its children at the end of the block if it still lives."""
     run_dir, output = tmp_path / "run", tmp_path / "output.txt"
     argv = [sys.executable, "-m", "async_rl", "train", str(config), f"run_dir={run_dir}", *overrides]
     with output.open("w") as file:
         popen = subprocess.Popen(
-            argv, cwd=ROOT, stdout=file, stderr=subprocess.STDOUT, text=True, start_new_session=True, env=dict(os.environ)
+            argv,
+            cwd=cwd,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
         )
     run = Run(popen, run_dir, output)
     try:

@@ -114,7 +114,7 @@ class Scene:
         prompts = PromptStream([make_prompt(i) for i in range(50)], seed=0)
         rules = make_rules(groups_per_step=2, max_staleness=1, num_steps=10, max_group_bytes=self.config.max_group_bytes)
         self.ledger = Ledger(rules, 1, 0)
-        self.control = ControlPlane(self.config, self.hub, self.ledger, prompts, IDENTITY, 0, self.notices.append)
+        self.control = ControlPlane(self.config, self.hub, self.ledger, prompts, IDENTITY, 0, 1000, self.notices.append)
         self.publisher = Publisher(self.control, self.source, "gloo", 0)
         self._closed = threading.Event()
         self._trainer = threading.Thread(target=self._hand_over, daemon=True)
@@ -156,10 +156,19 @@ class Rollout:
     """A member that does what a good one does, unless told to be silent or to fail in a phase."""
 
     def __init__(
-        self, scene: Scene, name: str, *, silent_at: str = "", checksum: str = "", peer: str = "", **hello: Any
+        self,
+        scene: Scene,
+        name: str,
+        *,
+        silent_at: str = "",
+        beats: bool = False,
+        checksum: str = "",
+        peer: str = "",
+        **hello: Any,
     ) -> None:
+        """`beats`: in the phase in which it is silent it still sends heartbeats. `peer`: of its connection; its name."""
         self.scene, self.name, self.peer = scene, name, (peer or name).encode()
-        self.silent_at, self.checksum = silent_at, checksum
+        self.silent_at, self.beats, self.checksum = silent_at, beats, checksum
         self.rollout_id = ""
         self.leases: list[Lease] = []
         self.messages: list[Message] = []
@@ -185,7 +194,8 @@ class Rollout:
         self.scene.hub.say(self.peer, message)
 
     def freeze(self) -> None:
-        self._alive.clear()
+        if not self.beats:
+            self._alive.clear()
 
     def deliver(self, lease: Lease, versions: list[int], rewards: tuple[float, ...] = (0.0, 1.0)) -> None:
         siblings = tuple(dataclasses.replace(make_trajectory(versions), reward=reward) for reward in rewards)
@@ -219,16 +229,16 @@ class Rollout:
         if self.silent_at == "prepared":
             self.freeze()
             return
-        if self._receiver is None or self._prepared is None or self._prepared.membership != p.membership:
-            spec = GroupSpec(p.backend, p.host, p.port, p.tag, p.rank, p.world_size, p.membership, p.timeout_s)
-            self._receiver = Receiver(spec, Manifest.from_dict(p.manifest))
-        self._prepared = p
-        self._receiver.post()
-        self.say(Prepared(membership=p.membership, version=p.version))
         try:
+            if self._receiver is None or self._prepared is None or self._prepared.membership != p.membership:
+                spec = GroupSpec(p.backend, p.host, p.port, p.tag, p.rank, p.world_size, p.membership, p.timeout_s)
+                self._receiver = Receiver(spec, Manifest.from_dict(p.manifest))
+            self._prepared = p
+            self._receiver.post()
+            self.say(Prepared(membership=p.membership, version=p.version))
             self._receiver.wait(30)
         except Exception as e:
-            self.say(Error(code="weights", text=str(e)))
+            self.say(Error(code="weights", text=str(e), membership=p.membership))
             return
         if self.silent_at == "staged":
             self.freeze()

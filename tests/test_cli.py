@@ -96,6 +96,17 @@ def test_a_port_in_use_is_one_sentence_and_nothing_is_left(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_reward_in_the_working_directory_is_found_by_the_console_script(tmp_path):
+    (tmp_path / "my_reward.py").write_text("def score(prompt, answer, **fields):\n    return 1.0\n")
+    code = (
+        "import sys; sys.path[0] = '/the/folder/of/the/script'; from async_rl.cli import main\n"
+        f"sys.exit(main(['check', {QUICKSTART!r}, 'data.reward=my_reward:score']))"
+    )
+    environ = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path, env=environ, timeout=100)
+    assert done.returncode == 0 and "scored by my_reward:score" in done.stdout, done.stderr
+
+
 def test_a_folder_that_is_no_run_is_one_sentence(tmp_path):
     for command in (["learner"], ["rollout", "--name", "rollout-0"]):
         assert "holds no config.yaml" in refused(command[0], str(tmp_path), *command[1:])

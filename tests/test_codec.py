@@ -17,13 +17,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
 
+from async_rl.config import parse_config
 from async_rl.transport.codec import MAX_DEPTH, MAX_ERROR_BYTES, BadMessage, decode, decode_group, encode, encode_group, plain
-from async_rl.transport.messages import Commit, Committed, Heartbeat, Hello, Lease, Prepare, Welcome
-from async_rl.types import Attempt, Group, Trajectory
+from async_rl.transport.messages import PROTOCOL, Commit, Committed, Heartbeat, Hello, Lease, Prepare, Welcome
+from async_rl.types import MAX_SCORES, Attempt, Group, Trajectory
 
 from .transport_samples import assert_same_group, make_group, make_trajectory
 
 INT32 = st.integers(0, 2**31 - 1)
+FINITE = st.floats(allow_nan=False, allow_infinity=False)
 
 
 def make_lease(**changes: Any) -> Lease:
@@ -59,6 +61,7 @@ def trajectories(draw: st.DrawFn) -> Trajectory:
         finish_reason=draw(st.sampled_from(["stop", "length", "abort", "error"])),
         reward=draw(st.floats()),
         error=draw(st.text(st.characters(codec="utf-8"), max_size=90)),
+        scores=draw(st.dictionaries(st.text(st.characters(codec="utf-8"), min_size=1, max_size=16), FINITE, max_size=16)),
     )
 
 
@@ -92,7 +95,7 @@ def test_a_group_comes_out_as_it_went_in(group: Group) -> None:
         ),
         Commit(incarnation=1, version=2, membership=3, bucket_digests=["aa", "bb"]),
         Committed(membership=3, version=2, checksum="ff"),
-        Heartbeat(free_slots=2, engine_age_s=math.inf),
+        Heartbeat(free_slots=2, engine_age_s=1e9),
     ],
 )  # fmt: skip
 def test_a_control_message_comes_out_as_it_went_in(message: Any) -> None:
@@ -156,10 +159,13 @@ def test_a_reward_that_is_no_number_arrives_as_nan_with_its_reason() -> None:
 
 
 def test_a_long_error_is_cut_at_a_character_and_the_header_stays_within_its_allowance() -> None:
-    siblings = tuple(make_trajectory(0, error="é" * 1000) for _ in range(100))
+    scores = {f"{i:02}" + "é" * 31: -1e-300 for i in range(MAX_SCORES)}
+    siblings = tuple(make_trajectory(0, error="é" * 1000, scores=scores) for _ in range(100))
     group = dataclasses.replace(make_group(), rollout_id="r" * 256, trajectories=siblings)
     frames = encode_group(group)
-    assert len(frames[0]) <= 4096 + 512 * 100  # Config.max_group_bytes counts on this
+    settings = parse_config({"num_steps": 1, "groups_per_step": 1, "group_size": 100, "model": {"path": "x"}})
+    arrays = 4 * settings.model.max_model_len + 17 * 100 * settings.rollout.max_new_tokens
+    assert len(frames[0]) <= settings.max_group_bytes - arrays
     assert decode_group(frames).trajectories[0].error == "é" * (MAX_ERROR_BYTES // 2)
 
 
@@ -212,11 +218,11 @@ def _i4(*values: int) -> bytes:
         ("msgpack", _with_frame(0, b"\xdd\xff\xff\xff\xff")),
         ("msgpack", _with_frame(0, b"\x91" * 100_000)),
         ("msgpack", _with_frame(0, pickle.dumps(make_group))),
-        ("protocol", _with_header(protocol=2)),
+        ("protocol", _with_header(protocol=PROTOCOL - 1)),
         ("protocol", _with_header(protocol=...)),
         ("protocol", _with_frame(0, b"\x80")),
         ("schema", _with_frame(0, b"\x01")),
-        ("schema", _with_header(protocol=True)),
+        ("schema", _with_header(protocol=float(PROTOCOL))),
         ("schema", _with_header(group_id=-1)),
         ("schema", _with_header(group_id=2**63)),
         ("schema", _with_header(group_id="7")),
@@ -227,7 +233,14 @@ def _i4(*values: int) -> bytes:
         ("schema", _with_header(finish_reasons=["stop", "bored"])),
         ("schema", _with_header(rewards=[1.0, None])),
         ("schema", _with_header(lengths=[9, -1])),
-        ("schema", _with_header(lengths=[], rewards=[], errors=[], finish_reasons=[])),
+        ("schema", _with_header(scores=...)),
+        ("schema", _with_header(scores=[{}, {"a": "1"}])),
+        ("schema", _with_header(scores=[{}, {"a": math.nan}])),
+        ("schema", _with_header(scores=[{}, {"": 1.0}])),
+        ("schema", _with_header(scores=[{}, {"é" * 33: 1.0}])),
+        ("schema", _with_header(scores=[{}, {f"s{i}": 1.0 for i in range(17)}])),
+        ("shape", _with_header(scores=[{}])),
+        ("schema", _with_header(lengths=[], rewards=[], errors=[], scores=[], finish_reasons=[])),
         ("shape", _with_header(rewards=[1.0])),
         ("shape", _with_header(lengths=[3, 6])),
         ("shape", _with_header(lengths=[2**31 - 1, 2**31 - 1])),

@@ -124,3 +124,34 @@ def test_the_digest_ignores_where_files_go_and_nothing_else():
     base = parse_config(SMALL)
     assert parse_config({**SMALL, "run_dir": "elsewhere"}).digest() == base.digest()
     assert parse_config({**SMALL, "seed": 1}).digest() != base.digest()
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "learner.lr=inf",
+        "learner.step_timeout_s=.inf",
+        "weights.phase_timeout_s=1e-9",
+        "rollout.temperature=.nan",
+        "learner.betas=[2,3]",
+        "seed=18446744073709551616",
+        "seed=-1",
+        "rollout.num_slots=1000000000",
+        "rollout.stop=['']",
+    ],
+)
+def test_absurd_numbers_are_refused_by_key(override):
+    with pytest.raises(ConfigError, match=override.partition("=")[0]):
+        load_config(ROOT / "configs" / "quickstart.yaml", [override])
+
+
+@pytest.mark.parametrize("override", ["data.prompt={nope}=", "[=1", "seed=}", "transport.host=*"])
+def test_an_override_that_is_no_yaml_is_named_not_the_file(override):
+    with pytest.raises(ConfigError) as refusal:
+        load_config(ROOT / "configs" / "quickstart.yaml", [override])
+    assert str(refusal.value).startswith(f"override '{override}' cannot be read")
+
+
+def test_a_folder_is_no_config_file(tmp_path):
+    with pytest.raises(ConfigError, match="is no regular file"):
+        load_config(tmp_path)

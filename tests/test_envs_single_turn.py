@@ -8,10 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from async_rl.envs.base import Scored
 from async_rl.envs.single_turn import SingleTurn
 from async_rl.types import Completion, Prompt, Sampling, Trajectory
 
 PROMPT = Prompt("p", np.array([1, 9], dtype=np.int32), "hi", {"target": "hello"})
+ONE = Scored(1.0)
 TEXT = {5: "he", 6: "llo", 2: ""}
 
 
@@ -27,16 +29,16 @@ def completion(ids: list[int], finish_reason: Any) -> Completion:
     )
 
 
-async def play(answer: Completion, reward: tuple[float, str] = (1.0, "")) -> tuple[Trajectory, list[str]]:
+async def play(answer: Completion, scored: Scored = ONE) -> tuple[Trajectory, list[str]]:
     asked: list[str] = []
 
     async def generate(ids: np.ndarray, sampling: Sampling) -> Completion:
         assert ids is PROMPT.token_ids
         return answer
 
-    async def score(prompt: Prompt, text: str) -> tuple[float, str]:
+    async def score(prompt: Prompt, text: str) -> Scored:
         asked.append(text)
-        return reward
+        return scored
 
     def decode(ids: np.ndarray) -> str:
         return "".join(TEXT[i] for i in ids.tolist())
@@ -57,9 +59,9 @@ async def test_the_trajectory_holds_the_engines_ids_and_the_reward_of_their_text
 
 
 async def test_an_answer_that_is_only_the_stop_token_is_scored() -> None:
-    trajectory, asked = await play(completion([2], "stop"), (0.0, ""))
+    trajectory, asked = await play(completion([2], "stop"), Scored(0.0, "", {"format": 0.5}))
     assert asked == [""]
-    assert (trajectory.num_tokens, trajectory.reward) == (1, 0.0)
+    assert (trajectory.num_tokens, trajectory.reward, trajectory.scores) == (1, 0.0, {"format": 0.5})
 
 
 @pytest.mark.parametrize(
@@ -75,6 +77,6 @@ async def test_an_answer_that_did_not_end_by_itself_is_never_scored(ids: list[in
 
 
 async def test_the_reason_of_an_unscorable_answer_travels_with_it() -> None:
-    trajectory, _ = await play(completion([5], "stop"), (math.nan, "reward f raised"))
+    trajectory, _ = await play(completion([5], "stop"), Scored(math.nan, "reward f raised"))
     assert math.isnan(trajectory.reward)
     assert trajectory.error == "reward f raised"

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from async_rl.config import Config, parse_config
-from async_rl.envs import tasks
-from async_rl.envs.adapters.reasoning_gym import load_items
+from async_rl.config import Config, DataConfig, parse_config
+from async_rl.envs.adapters import reasoning_gym
+from async_rl.envs.adapters.reasoning_gym import expression_of, load_items
 from async_rl.envs.base import Item, TaskError
-from async_rl.envs.tasks import build_prompts, expression_of, is_heldout
+from async_rl.envs.tasks import build_prompts, is_heldout
 
 ADDITION = {"min_terms": 2, "max_terms": 2, "min_digits": 2, "max_digits": 2, "operators": ["+"], "allow_parentheses": False}
 
@@ -44,7 +44,11 @@ def config(**changes: Any) -> Config:
 
 
 def items_are(monkeypatch: pytest.MonkeyPatch, *items: Item) -> None:
-    monkeypatch.setattr(tasks, "load_items", lambda data, seed: list(items))
+    monkeypatch.setattr(reasoning_gym, "load_items", lambda data, seed: list(items))
+
+
+def item(question: str, answer: str = "1") -> Item:
+    return reasoning_gym._item(DataConfig(), question, answer)
 
 
 def questions(prompts: list[Any]) -> set[str]:
@@ -76,7 +80,7 @@ def test_the_held_out_share_is_the_configured_one() -> None:
 
 
 def test_neighboring_seeds_share_few_questions() -> None:
-    first, second = ({i.question for i in load_items(config().data, seed)} for seed in (1, 2))
+    first, second = ({i.key for i in load_items(config().data, seed)} for seed in (1, 2))
     assert len(first & second) < 30
 
 
@@ -89,19 +93,19 @@ def test_the_same_seed_gives_the_same_prompts_in_the_same_order() -> None:
 def test_every_item_is_a_prompt_or_is_counted_as_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
     items_are(
         monkeypatch,
-        *(Item(str(10**n), "1") for n in range(9)),
-        Item("7", ""),
-        Item("8", " "),
-        Item("1", "1"),
-        Item("x" * 60, "1"),
+        *(item(str(10**n)) for n in range(9)),
+        item("7", ""),
+        item("8", " "),
+        item("1"),
+        item("x" * 60),
     )
     built = build_prompts(config(data__prompt="{question}", data__heldout_fraction=0.0, eval__draws=0), Characters())
-    assert built.dropped == {"off_options": 0, "repeated": 1, "unscorable": 2, "too_long": 1}
+    assert built.dropped == {"off_options": 0, "repeated": 1, "unscorable": 2, "in_heldout": 0, "too_long": 1}
     assert len(built.train) == 9
 
 
 def test_a_prompt_that_just_leaves_room_for_an_answer_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    items_are(monkeypatch, *(Item("1" * n, "1") for n in (30, 31, 32, 500)))
+    items_are(monkeypatch, *(item("1" * n) for n in (30, 31, 32, 500)))
     small = {"model__max_model_len": 32, "rollout__max_new_tokens": 1, "eval__draws": 0}
     built = build_prompts(config(data__prompt="{question}", data__heldout_fraction=0.0, **small), Characters())
     assert [len(p.token_ids) for p in built.train] == [31]
@@ -110,7 +114,7 @@ def test_a_prompt_that_just_leaves_room_for_an_answer_is_kept(monkeypatch: pytes
 
 def test_two_questions_with_one_text_never_sit_on_both_sides(monkeypatch: pytest.MonkeyPatch) -> None:
     wordings = [f"{word} 1 + {n}" for n in range(50) for word in ("Add", "Sum", "Solve", "Find")]
-    items_are(monkeypatch, *(Item(q, "1") for q in wordings))
+    items_are(monkeypatch, *(item(q) for q in wordings))
     built = build_prompts(config(data__heldout_fraction=0.5), Characters())
     assert {p.text for p in built.train}.isdisjoint(p.text for p in built.heldout)
     assert built.dropped["repeated"] == 150

@@ -68,6 +68,21 @@ def test_answers_of_other_weights_or_without_a_reward_are_counted_and_not_used()
     assert e.accuracy == 0.0 and e.done
 
 
+def test_answers_are_kept_in_the_order_of_the_draws_and_scores_are_of_those_that_count():
+    e = evaluation(draws=4)
+    ids = [g for g, _ in leases(e)]
+    scored = [
+        dataclasses.replace(make_trajectory([5]), scores=scores) for scores in ({"a": 1.0}, {"a": 0.0, "b": 3.0}, {"a": 9.0})
+    ]
+    e.deliver(ids[2], True, 0.0, scored[1])
+    e.deliver(ids[0], True, 1.0, scored[0])
+    e.deliver(ids[1], False, 1.0, scored[2])
+    assert not e.deliver(ids[1], True, 1.0, scored[0])
+    assert [(a.trajectory, a.pinned) for a in e.answered()] == [(scored[0], True), (scored[2], False), (scored[1], True)]
+    assert [a.prompt.prompt_id for a in e.answered()] == [p for _, p in leases(evaluation(draws=4))][:3]
+    assert e.row() | {"eval/score/a": 0.5, "eval/score/b": 3.0} == e.row()
+
+
 def test_an_answer_nobody_waits_for_changes_nothing():
     e, older = evaluation(draws=2), evaluation(draws=2, name=(1, 4))
     stale = leases(older)[0][0]

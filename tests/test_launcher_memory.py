@@ -72,7 +72,7 @@ def test_one_card_for_both_holds_both_and_stages_on_the_host():
         ),
         (0, {"rollout": {"count": 9}}, "lower rollout.count"),
         (0, {"learner": {"logprob_chunk_tokens": 1 << 17, "microbatch_tokens": 1 << 17}}, "lower learner.logprob_chunk_tokens"),
-        (0, {"weights": {"bucket_bytes": 30 * GIB}}, "lower weights.bucket_bytes"),
+        (0, {"weights": {"bucket_bytes": 8 * GIB}}, "lower weights.bucket_bytes"),
     ],
 )
 def test_what_cannot_fit_names_its_largest_part_and_the_key(num_gpus, sections, words):

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from async_rl.config import ConfigError, load_config, parse_config
+from async_rl.config import ConfigError, DataConfig, load_config, parse_config
 from async_rl.launcher import preflight
+from async_rl.launcher.datasets import check_dataset
 from async_rl.launcher.plan import Machine, make_plan
 from async_rl.launcher.prepare import claim, install_model, model_recipe, prepare, unfinished
 
@@ -96,7 +97,8 @@ def test_a_folder_without_a_model_is_refused(tmp_path):
     ("reward", "words"),
     [
         ("no_colon", "package.module:function"),
-        ("no.such.module:f", "finds no module no.such.module"),
+        ("no.such.module:f", "finds no module no.such.module: start in the folder that holds it"),
+        ("no_such_file.py:f", "write no_such_file:f"),
         ("async_rl.envs.rewards:no_such_function", "holds no no_such_function"),
     ],
 )
@@ -106,9 +108,33 @@ def test_a_reward_that_cannot_be_is_refused(reward, words):
 
 
 def test_a_misspelt_dataset_is_refused_with_the_nearest_name():
-    preflight.check_dataset("basic_arithmetic")
+    check_dataset(DataConfig(dataset="basic_arithmetic", options={"min_terms": 2}))
     with pytest.raises(ConfigError, match="did you mean 'basic_arithmetic'"):
-        preflight.check_dataset("basic_arithmetics")
+        check_dataset(DataConfig(dataset="basic_arithmetics"))
+
+
+def test_a_misspelt_option_of_a_dataset_is_refused_with_the_nearest_name():
+    with pytest.raises(ConfigError, match=r"data.options.operatorz is no option .* did you mean 'operators'"):
+        check_dataset(DataConfig(options={"operatorz": ["+"]}))
+
+
+@pytest.mark.parametrize(
+    ("key", "content", "words"),
+    [
+        ("path", None, r"^data\.path is .*file\.jsonl, which cannot be read"),
+        ("path", "{", r"file\.jsonl:1 is not JSON"),
+        ("path", '{"question": "1+2="}', r"cannot be filled from .*file\.jsonl:1"),
+        ("heldout_path", None, r"^data\.heldout_path is .*file\.jsonl, which cannot be read"),
+        ("heldout_path", "[]", r"file\.jsonl:1 holds a JSON list"),
+    ],
+)
+def test_a_data_file_that_cannot_be_used_is_refused_before_anything_starts(key, content, words, tmp_path):
+    (tmp_path / "fine.jsonl").write_text('{"prompt": "1+2="}')
+    if content is not None:
+        (tmp_path / "file.jsonl").write_text(content)
+    data = {"path": str(tmp_path / "fine.jsonl"), "dataset": "not_looked_at", key: str(tmp_path / "file.jsonl")}
+    with pytest.raises(ConfigError, match=words):
+        preflight.check_data(config(data=data).data)
 
 
 @pytest.mark.parametrize(
@@ -137,7 +163,7 @@ def test_the_run_folder_tells_every_process_the_same(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     prepared = prepare(str(QUICKSTART), ["run_dir=out", "num_steps=3"])
     assert list(tmp_path.iterdir()) == [], "preparing writes nothing"
-    with claim(prepared):
+    with claim(prepared)[0]:
         read = load_config(tmp_path / "out" / "config.yaml")
         assert read == prepared.config and read.num_steps == 3
         assert read.run_dir == str(tmp_path / "out") and read.model.path == str(tmp_path / "models" / "tiny-seed0")
@@ -145,8 +171,32 @@ def test_the_run_folder_tells_every_process_the_same(tmp_path, monkeypatch):
         run_id = json.loads((tmp_path / "out" / "run.json").read_text())["run_id"]
         with pytest.raises(ConfigError, match="another run is at work"):
             claim(prepared)
-    with claim(prepared):
+    with claim(prepared)[0]:
         assert json.loads((tmp_path / "out" / "run.json").read_text())["run_id"] == run_id, "a resumed run keeps its id"
+
+
+def test_going_on_in_a_folder_says_what_has_changed_and_a_finished_run_keeps_its_result(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for overrides, expected in (([], ""), (["learner.lr=3e-5", "num_steps=4"], "num_steps 3 -> 4")):
+        lock, news = claim(prepare(str(QUICKSTART), ["run_dir=out", "num_steps=3", *overrides]))
+        lock.close()
+        assert expected in news and bool(news) == bool(expected)
+    assert "learner.lr 0.0001 -> 3e-05" in news and "max_staleness" not in news
+    result = tmp_path / "out" / "result.json"
+    result.write_text(json.dumps({"status": "finished", "policy_version": 4}))
+    with pytest.raises(ConfigError, match="finished its 4 steps: raise num_steps"):
+        claim(prepare(str(QUICKSTART), ["run_dir=out", "num_steps=4"]))
+    assert result.exists()
+    claim(prepare(str(QUICKSTART), ["run_dir=out", "num_steps=5"]))[0].close()
+    assert not result.exists()
+
+
+def test_the_data_files_of_a_run_are_named_from_the_root(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("sums.jsonl", "other.jsonl"):
+        (tmp_path / name).write_text('{"prompt": "1+2="}')
+    made = prepare(str(QUICKSTART), ["data.path=sums.jsonl", "data.heldout_path=other.jsonl", "data.prompt=null"]).config
+    assert (made.data.path, made.data.heldout_path) == (str(tmp_path / "sums.jsonl"), str(tmp_path / "other.jsonl"))
 
 
 def test_a_model_is_made_beside_its_place_and_moved_there_when_it_is_whole(tmp_path, monkeypatch):

@@ -74,6 +74,13 @@ def test_answers_without_tokens_and_empty_batches_do_not_crash() -> None:
     assert mixed.num_trajectories == 2
 
 
+def test_scores_are_means_over_the_valid_answers_that_have_them() -> None:
+    given = ({"length": 4.0}, {"length": 2.0, "format": 1.0}, {"length": 100.0})
+    answers = [dataclasses.replace(t, scores=s) for t, s in zip(_answers([1.0, 0.0, math.nan]), given, strict=True)]
+    _, metrics = assemble([_record(0, answers)], 0, AlgorithmConfig(), 2, 0)
+    assert {k: v for k, v in metrics.items() if k.startswith("score/")} == {"score/format": 1.0, "score/length": 3.0}
+
+
 def test_the_result_can_be_recomputed_from_the_rows() -> None:
     steps = [
         {
@@ -86,6 +93,10 @@ def test_the_result_can_be_recomputed_from_the_rows() -> None:
             "lag/hist": [1, k, 0],
             "time/step_s": 2.0,
             "idle/batch_s": 0.5,
+            "incarnation": 1 if k < 4 else 2,
+            "events/invalid/unscorable": k if k < 4 else 10 * k,
+            "score/length": float(k),
+            **({"score/late": 2.0, "events/invalid/aborted": 1} if k > 8 else {}),
         }
         for k in range(1, 11)
     ]
@@ -100,6 +111,15 @@ def test_the_result_can_be_recomputed_from_the_rows() -> None:
     assert result["lag_hist"] == [10, 55, 0]
     assert result["samples_per_s"] == 2.0
     assert result["idle_s"]["batch"] == 5.0
+    assert result["scores"] == {"length": {"first": 3.0, "last": 8.0}, "late": {"first": 2.0, "last": 2.0}}
+    assert result["invalid"] == {"unscorable": 103, "aborted": 1}, "counted anew in each life of the learner"
+    assert result["num_invalid"] == 104
+
+
+def test_the_last_accuracy_never_counts_the_evaluation_before_the_first_step() -> None:
+    evals = [{"eval/version": v, "eval/accuracy": a} for v, a in ((0, 0.3), (20, 0.8))]
+    assert summarize(evals, {})["eval_last"] == 0.8
+    assert summarize(evals[:1], {})["eval_last"] == 0.3
 
 
 def test_a_run_that_ended_before_its_first_step_has_a_result_too() -> None:

@@ -89,21 +89,47 @@ def test_a_peer_that_never_said_hello_is_told_to() -> None:
         assert errors[0].code == "rejoin"
 
 
+@pytest.mark.parametrize("beats", [False, True], ids=["frozen", "with heartbeats"])
 @pytest.mark.parametrize("phase", ["prepared", "staged", "committed"])
-def test_a_member_silent_in_a_phase_is_expelled_and_the_publish_completes_on_the_others(phase: str) -> None:
+def test_a_member_silent_in_a_phase_is_expelled_and_the_publish_completes_on_the_others(phase: str, beats: bool) -> None:
     with Scene() as scene:
         good = Rollout(scene, "good")
         scene.until("good serving", lambda: len(good.leases) >= 4)
-        bad = Rollout(scene, "bad", silent_at=phase)
+        bad = Rollout(scene, "bad", silent_at=phase, beats=beats)
         scene.until("expulsion", lambda: any("bad#" in n and "expelled" in n for n in scene.notices))
-        with scene.control.changed:
-            scene.publisher.end_update(1)  # the next version
+        scene.until("nobody reading the weights", scene.publisher.begin_update)
+        scene.publisher.end_update(1)  # the next version
         scene.until("version 1", lambda: scene.publisher.published == 1)
         member = scene.control.members.named("good")
         assert member is not None
         assert member.committed == 1
         assert not bad.leases
         assert scene.control.members.named("bad") is None
+        assert not any("good#" in notice and "expelled" in notice for notice in scene.notices), "the innocent is not blamed"
+
+
+def test_a_rollout_that_keeps_the_others_waiting_again_and_again_is_told_to_exit() -> None:
+    with Scene() as scene:
+        good = Rollout(scene, "good")
+        scene.until("good serving", lambda: len(good.leases) >= 4)
+        for attempt in range(3):
+            bad = Rollout(scene, "bad", silent_at="prepared", beats=True)
+            scene.until(f"expulsion {attempt}", lambda bad=bad: _said(bad, Error))
+        assert _said(bad, Error)[-1].code == "fatal"
+
+
+@pytest.mark.parametrize("reason", ["token_out_of_vocabulary", "too_long"])
+def test_a_group_that_no_honest_rollout_would_send_is_refused_by_name_and_leased_again(reason: str) -> None:
+    with Scene() as scene:
+        rollout = Rollout(scene, "rollout-0")
+        scene.until("leases", lambda: len(rollout.leases) >= 4)
+        scene.control.vocab_size = 3 if reason == "token_out_of_vocabulary" else 1000
+        rollout.deliver(rollout.leases[0], [0] * (5 if reason == "token_out_of_vocabulary" else 9))
+        (ack,) = scene.until("ack", lambda: _said(rollout, Ack))
+        assert (ack.outcome, ack.reason) == ("refused", reason)
+        assert scene.control.events[f"refused/{reason}"] == 1
+        group_id = rollout.leases[0].group_id
+        scene.until("another lease", lambda: any(lease.group_id == group_id for lease in rollout.leases[4:]))
 
 
 def test_a_checksum_that_differs_expels_for_good() -> None:

@@ -17,7 +17,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from async_rl.envs.rewards import RewardError, RewardPool, as_score, exact_last_field, first_integer
+from async_rl.envs.base import Scored
+from async_rl.envs.rewards import (
+    RewardError,
+    RewardPool,
+    as_score,
+    exact_last_field,
+    first_integer,
+    graded_integer,
+    require_module,
+)
 from async_rl.types import Prompt
 
 HERE = "tests.reward_functions"
@@ -71,8 +80,8 @@ class ZeroDim:
     "value", [True, 1, 1.0, np.float64(1), np.bool_(True), np.array(1), ZeroDim(1.0), {"score": 1}, {"reward": 1}]
 )
 def test_one_number_in_any_dress_is_a_score(value: Any) -> None:
-    score, error = as_score(value)
-    assert (score, type(score), error) == (1.0, float, "")
+    scored = as_score(value)
+    assert (scored, type(scored.reward)) == (Scored(1.0), float)
 
 
 @pytest.mark.parametrize(
@@ -91,9 +100,9 @@ def test_one_number_in_any_dress_is_a_score(value: Any) -> None:
     ],
 )
 def test_what_is_not_one_finite_number_is_refused_with_its_type(value: Any, says: str) -> None:
-    score, error = as_score(value)
-    assert math.isnan(score)
-    assert says in error
+    scored = as_score(value)
+    assert math.isnan(scored.reward)
+    assert says in scored.error
 
 
 @pytest.mark.parametrize(
@@ -117,9 +126,34 @@ def test_built_in_rewards_pay_for_the_exact_answer_only(answer: str, exact: floa
     assert first_integer("47+38=", answer, target="85", question="?") == first
 
 
+def test_built_in_rewards_take_a_gold_answer_that_is_a_number() -> None:
+    assert exact_last_field("47+38=", "15 85", target=85) == first_integer("47+38=", "85", target=85) == 1.0
+
+
+def test_further_numbers_of_a_dict_are_scores_and_what_is_no_number_is_left_out() -> None:
+    value = {"score": 1, "format": np.float32(0.5), "right": True, "why": "because", "nan": math.nan, "big": 10**400, 7: 2}
+    assert as_score(value) == Scored(1.0, "", {"format": 0.5, "right": 1.0, "7": 2.0})
+    assert as_score({"reward": 0.0, "length": np.int64(3)}) == Scored(0.0, "", {"length": 3.0})
+
+
+@pytest.mark.parametrize(
+    ("scores", "says"),
+    [
+        ({f"s{i}": i for i in range(17)}, "17 scores beside the reward: 16 may be logged"),
+        ({"é" * 33: 1}, "a name takes 1 to 64 bytes"),
+        ({"": 1}, "a name takes 1 to 64 bytes"),
+    ],
+)
+def test_scores_that_cannot_be_carried_are_a_mistake_and_say_so(scores: dict[str, float], says: str) -> None:
+    assert as_score({"score": 1.0, **{f"s{i}": i for i in range(16)}}).reward == 1.0
+    scored = as_score({"score": 1.0, **scores})
+    assert math.isnan(scored.reward) and scored.scores == {}
+    assert says in scored.error
+
+
 def test_a_hundred_answers_are_scored_by_workers_that_load_the_function_once() -> None:
     async def run(scorer: RewardPool) -> set[tuple[float, str]]:
-        return set(await asyncio.gather(*(scorer.score(prompt(), "x") for _ in range(100))))
+        return {(s.reward, s.error) for s in await asyncio.gather(*(scorer.score(prompt(), "x") for _ in range(100)))}
 
     with pool("pid", num_workers=2) as scorer:
         scored = asyncio.run(run(scorer))
@@ -128,37 +162,43 @@ def test_a_hundred_answers_are_scored_by_workers_that_load_the_function_once() -
     assert os.getpid() not in {int(pid) for pid, _ in scored}
 
 
+def test_scores_cross_the_process_border() -> None:
+    with pool("returns") as scorer:
+        scored = asyncio.run(scorer.score(prompt(value={"score": 1.0, "format": 0.5}), "x"))
+    assert scored == Scored(1.0, "", {"format": 0.5})
+
+
 def test_async_functions_and_numpy_results_cross_the_process_border() -> None:
     with pool("waits") as scorer:
-        assert asyncio.run(scorer.score(prompt(value=0.5), "x")) == (0.5, "")
+        assert asyncio.run(scorer.score(prompt(value=0.5), "x")) == Scored(0.5)
     with pool("returns_numpy") as scorer:
-        assert asyncio.run(scorer.score(prompt(), "x")) == (0.25, "")
+        assert asyncio.run(scorer.score(prompt(), "x")) == Scored(0.25)
 
 
 def test_what_goes_wrong_in_the_function_costs_one_answer_and_says_why() -> None:
     with pool("raises") as scorer:
-        score, error = asyncio.run(scorer.score(prompt(), "x"))
-    assert math.isnan(score)
-    assert error == f"reward {HERE}:raises raised ValueError: no such planet"
+        scored = asyncio.run(scorer.score(prompt(), "x"))
+    assert math.isnan(scored.reward)
+    assert scored.error == f"reward {HERE}:raises raised ValueError: no such planet"
     with pool("returns") as scorer:
-        score, error = asyncio.run(scorer.score(prompt(value="1.0"), "x"))
-    assert math.isnan(score)
-    assert error == f"reward {HERE}:returns returned a str, not one number"
+        scored = asyncio.run(scorer.score(prompt(value="1.0"), "x"))
+    assert math.isnan(scored.reward)
+    assert scored.error == f"reward {HERE}:returns returned a str, not one number"
 
 
 def test_a_function_that_ends_its_process_costs_one_answer() -> None:
-    async def run(scorer: RewardPool) -> list[tuple[float, str]]:
+    async def run(scorer: RewardPool) -> list[Scored]:
         return [await scorer.score(prompt(), answer) for answer in ("exit", "x")]
 
     with pool("exits") as scorer:
-        (score, error), after = asyncio.run(run(scorer))
-    assert math.isnan(score)
-    assert "code 7" in error
-    assert after == (1.0, "")
+        exited, after = asyncio.run(run(scorer))
+    assert math.isnan(exited.reward)
+    assert "code 7" in exited.error
+    assert after == Scored(1.0)
 
 
 def test_after_twenty_timeouts_the_pool_has_as_many_children_as_before() -> None:
-    async def run(scorer: RewardPool) -> list[tuple[float, str]]:
+    async def run(scorer: RewardPool) -> list[Scored]:
         hung = await asyncio.gather(*(scorer.score(prompt(), "hang") for _ in range(20)))
         return [*hung, await scorer.score(prompt(), "x")]
 
@@ -166,8 +206,8 @@ def test_after_twenty_timeouts_the_pool_has_as_many_children_as_before() -> None
     with pool("hangs_if_asked", num_workers=2, timeout_s=0.05) as scorer:
         *hung, after = asyncio.run(run(scorer))
         assert len(children() - before) == 2
-    assert all(math.isnan(score) and "longer than 0.05 s" in error for score, error in hung)
-    assert after == (1.0, "")
+    assert all(math.isnan(scored.reward) and "longer than 0.05 s" in scored.error for scored in hung)
+    assert after == Scored(1.0)
     assert children() == before
 
 
@@ -185,10 +225,10 @@ def test_the_event_loop_runs_on_while_a_reward_hangs() -> None:
 
 
 def test_a_pool_whose_idle_workers_were_killed_starts_new_ones() -> None:
-    async def run(scorer: RewardPool) -> list[tuple[float, str]]:
+    async def run(scorer: RewardPool) -> list[Scored]:
         for _ in range(100):  # until pebble has seen it, answers may be lost, one by one and with a reason
             scored = await scorer.score(prompt(), "x")
-            if not scored[1]:
+            if not scored.error:
                 return [scored]
             await asyncio.sleep(0.1)
         return []
@@ -198,7 +238,7 @@ def test_a_pool_whose_idle_workers_were_killed_starts_new_ones() -> None:
         (worker,) = children() - before
         os.kill(worker, signal.SIGKILL)
         time.sleep(1.0)
-        assert asyncio.run(run(scorer)) == [(1.0, "")]
+        assert asyncio.run(run(scorer)) == [Scored(1.0)]
 
 
 def test_closing_does_not_wait_for_a_function_that_hangs() -> None:
@@ -219,7 +259,7 @@ def test_closing_does_not_wait_for_a_function_that_hangs() -> None:
 @pytest.mark.parametrize(
     ("reward", "says"),
     [
-        ("no.such.module:f", "ModuleNotFoundError"),
+        ("no.such.module:f", "No module named 'no'; start this process in the folder that holds it"),
         ("tests.reward_functions:nothing", "AttributeError"),
         ("tests.reward_functions:HERE_TOO", "AttributeError"),
         ("tests.reward_functions", "package.module:function"),
@@ -231,6 +271,13 @@ def test_a_reward_that_cannot_be_loaded_is_refused_at_the_start(reward: str, say
         RewardPool(reward, 1, 1.0)
     assert says in str(refused.value)
     assert "\n" not in str(refused.value)
+
+
+def test_a_module_that_is_not_here_is_missed_before_anything_is_started() -> None:
+    require_module("tests.reward_functions:raises")
+    for reward in ("no_such_module:f", "no.such.module:f", ":f"):
+        with pytest.raises(RewardError, match=r"finds no module .*: start this process in the folder that holds it"):
+            require_module(reward)
 
 
 ORPHANS = """
@@ -263,3 +310,18 @@ def test_a_killed_rollout_leaves_no_scorer_behind_even_one_that_hangs(tmp_path: 
     while any(map(is_scorer, workers)):
         assert time.monotonic() < deadline, "a scorer outlived its rollout"
         time.sleep(0.1)
+
+
+@pytest.mark.parametrize(
+    ("answer", "score", "exact"),
+    [
+        ("12", 1.0, 1.0),
+        ("It is 12.", 1.0, 1.0),
+        ("11", 0.25, 0.0),
+        ("4+8=12", 0.5 / 9, 0.0),
+        ("twelve", 0.0, 0.0),
+        ("9" * 400, 0.0, 0.0),
+    ],
+)
+def test_a_graded_reward_pays_for_coming_near_and_tells_the_exact_apart(answer, score, exact):
+    assert graded_integer("4+8", answer, target="12") == {"score": pytest.approx(score, abs=1e-6), "exact": exact}

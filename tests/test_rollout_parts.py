@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 
 import numpy as np
 import pytest
 
+from async_rl.envs.base import Score, Scored
 from async_rl.envs.single_turn import SingleTurn
 from async_rl.rollout.engine import EngineDead
 from async_rl.rollout.outbox import Outbox
@@ -45,14 +46,14 @@ def lease(group_id: int = 0, n: int = 0, **other: object) -> Lease:
     return Lease.model_validate(fields | other)
 
 
-async def constant(prompt: Prompt, answer: str) -> tuple[float, str]:
-    return 1.0, ""
+async def constant(prompt: Prompt, answer: str) -> Scored:
+    return Scored(1.0)
 
 
 class Bench:
     """A scheduler with its tasks, as a membership would run it."""
 
-    def __init__(self, engine: ToyEngine, score: Callable[[Prompt, str], Awaitable[tuple[float, str]]], num_slots: int) -> None:
+    def __init__(self, engine: ToyEngine, score: Score, num_slots: int) -> None:
         self.engine, self.score, self.num_slots = engine, score, num_slots
         self.outbox = Outbox(resend_s=5.0)
         self.counts: Counter[str] = Counter()
@@ -79,7 +80,7 @@ class Bench:
         self.scheduler.wake()
 
 
-def bench(engine: ToyEngine, score: Callable[[Prompt, str], Awaitable[tuple[float, str]]] = constant, slots: int = 8) -> Bench:
+def bench(engine: ToyEngine, score: Score = constant, slots: int = 8) -> Bench:
     return Bench(engine, score, slots)
 
 
@@ -206,7 +207,7 @@ async def test_one_failing_sample_costs_itself_and_not_the_group() -> None:
 
 
 async def test_a_raising_score_makes_invalid_trajectories() -> None:
-    async def score(prompt: Prompt, answer: str) -> tuple[float, str]:
+    async def score(prompt: Prompt, answer: str) -> Scored:
         raise ZeroDivisionError("reward bug")
 
     async with bench(toy(), score) as b:
@@ -216,8 +217,8 @@ async def test_a_raising_score_makes_invalid_trajectories() -> None:
 
 
 async def test_nan_rewards_and_nan_log_probs_are_counted_and_named() -> None:
-    async def score(prompt: Prompt, answer: str) -> tuple[float, str]:
-        return math.nan, "no number"
+    async def score(prompt: Prompt, answer: str) -> Scored:
+        return Scored(math.nan, "no number")
 
     async with bench(toy(fault="nan", fault_requests=(0,))) as b:
         b.scheduler.lease(lease())

@@ -19,7 +19,9 @@ from async_rl.types import Attempt, Group, Trajectory
 MAX_BYTES = 1 << 20
 
 
-def make_trajectory(num_tokens: int, seed: int = 0, reward: float = 1.0, error: str = "") -> Trajectory:
+def make_trajectory(
+    num_tokens: int, seed: int = 0, reward: float = 1.0, error: str = "", scores: dict[str, float] | None = None
+) -> Trajectory:
     rng = np.random.default_rng(seed)
     return Trajectory(
         token_ids=rng.integers(0, 50_000, num_tokens).astype(np.int32),
@@ -30,6 +32,7 @@ def make_trajectory(num_tokens: int, seed: int = 0, reward: float = 1.0, error: 
         finish_reason="stop",
         reward=reward,
         error=error,
+        scores=scores or {},
     )
 
 
@@ -51,7 +54,7 @@ def assert_same_group(got: Group, sent: Group) -> None:
     assert len(got.trajectories) == len(sent.trajectories)
     pairs = [(got.prompt_ids, sent.prompt_ids)]
     for a, b in zip(got.trajectories, sent.trajectories, strict=True):
-        assert (a.finish_reason, a.error) == (b.finish_reason, b.error)
+        assert (a.finish_reason, a.error, a.scores) == (b.finish_reason, b.error, b.scores)
         np.testing.assert_equal(a.reward, b.reward)
         pairs += [(getattr(a, name), getattr(b, name)) for name, _ in ARRAYS[1:]]
     for a, b in pairs:

@@ -12,6 +12,7 @@ import numpy as np
 
 from async_rl.types import Trajectory
 
+MAX_LOGPROB = 1e-3  # zero, and what rounding adds to it
 ZERO_STD = 1e-6  # below this, rewards differ by rounding only: seven of 0.7 in fp32 would get advantages of 0.056
 
 
@@ -28,7 +29,8 @@ def valid(trajectory: Trajectory) -> str:
         return "empty"
     if not trajectory.mask.any():
         return "untrained"
-    if not np.isfinite(trajectory.logprobs[trajectory.mask]).all():
+    logprobs = trajectory.logprobs[trajectory.mask]
+    if not (np.isfinite(logprobs) & (logprobs <= MAX_LOGPROB)).all():
         return "bad_logprob"
     if trajectory.error or not np.isfinite(trajectory.reward):
         return "unscorable"

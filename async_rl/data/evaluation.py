@@ -1,8 +1,8 @@
 """The book-keeping of one evaluation.
 
-Owns which held-out prompts are drawn, which answers are out, and what came back. Pure: no clock, no I/O; imports numpy
-and async_rl.types only. Invariants: the draws depend on the seed only, so evaluations of different versions compare; an
-answer counts only if every sampled token is of the pinned weights; what is missing is counted, never guessed.
+Owns which held-out prompts are drawn, which answers are out, and what came back. Pure: no clock, no I/O; imports numpy,
+async_rl.types and data/scores only. Invariants: the draws depend on the seed only, so evaluations of different versions
+compare; an answer counts only if every sampled token is of the pinned weights; what is missing is counted, never guessed.
 """
 
 from __future__ import annotations
@@ -10,15 +10,25 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
-from async_rl.types import Group, Prompt, WeightName
+from async_rl.data.scores import mean_scores
+from async_rl.types import Group, Prompt, Trajectory, WeightName
 
 # Evaluation ids carry bit 62; training ids count up from 0. Below it: the weights' name and the draw, so that a late
 # answer of another evaluation, or of another life of the learner, can never be taken for one of this.
 EVAL_BIT = 1 << 62
 INDEX_BITS, VERSION_BITS, INCARNATION_BITS = 20, 30, 12
+
+
+class Answered(NamedTuple):
+    """One answer that came back; `pinned` says that the evaluated weights alone sampled it."""
+
+    prompt: Prompt
+    trajectory: Trajectory
+    pinned: bool
 
 
 def is_eval_id(group_id: int) -> bool:
@@ -53,6 +63,7 @@ class Evaluation:
         self._todo = deque(range(draws))
         self._out: set[int] = set()
         self._rewards: dict[int, float] = {}
+        self._answers: dict[int, Answered] = {}
 
     def next_lease(self) -> tuple[int, Prompt] | None:
         """The next (eval id, prompt) to be answered; None when all are out or answered."""
@@ -69,12 +80,17 @@ class Evaluation:
         self._todo.extendleft(reversed(lost))
         return len(lost)
 
-    def deliver(self, group_id: int, version_ok: bool, reward: float) -> bool:
-        """Book an answer; `version_ok` says that the pinned weights alone sampled it. False: nobody waits for it."""
+    def deliver(self, group_id: int, version_ok: bool, reward: float, trajectory: Trajectory | None = None) -> bool:
+        """Book an answer; `version_ok` says that the pinned weights alone sampled it. False: nobody waits for it.
+
+        The trajectory, if given, is kept with its scores.
+        """
         index = self._index(group_id)
         if index not in self._out:
             return False
         self._out.discard(index)
+        if trajectory is not None:
+            self._answers[index] = Answered(self._prompts[index], trajectory, version_ok)
         if not version_ok:
             self.mixed += 1
         elif not math.isfinite(reward):
@@ -108,8 +124,13 @@ class Evaluation:
         """Mean reward over the answers that count; NaN without any."""
         return math.fsum(self._rewards.values()) / len(self._rewards) if self._rewards else math.nan
 
+    def answered(self) -> list[Answered]:
+        """What came back, in the order of the draws: also answers that do not count."""
+        return [self._answers[index] for index in sorted(self._answers)]
+
     def row(self) -> dict[str, float | int]:
-        """The result as a metrics row; it names the weights it is of."""
+        """The result as a metrics row; it names the weights it is of. Means of scores are over the answers that count."""
+        counted = [answer.trajectory for index, answer in self._answers.items() if index in self._rewards]
         return {
             "eval/version": self.name.version,
             "eval/incarnation": self.name.incarnation,
@@ -118,6 +139,7 @@ class Evaluation:
             "eval/missing": self.missing,
             "eval/mixed": self.mixed,
             "eval/unscored": self.unscored,
+            **mean_scores(counted, "eval/score/"),
         }
 
     def _index(self, group_id: int) -> int:

@@ -1,6 +1,6 @@
 """Rewards, and the processes that compute them.
 
-Owns: loading a reward by name, the pool, what counts as a score, two built-in rewards. Imports types only.
+Owns: loading a reward by name, the pool, what counts as a score, two built-in rewards. Imports types and envs/base.
 Invariant: no reward function, whatever it does (raise, hang, exit, return junk), stops a rollout or its event loop; it
 costs one answer, whose reward is NaN with a reason. Workers are spawned, never forked: sockets and threads exist by
 then (BR-101).
@@ -9,7 +9,7 @@ then (BR-101).
 from __future__ import annotations
 
 import asyncio
-import importlib
+import importlib.util
 import inspect
 import math
 import multiprocessing
@@ -24,27 +24,48 @@ from typing import Any
 
 from pebble import ProcessExpired, ProcessPool
 
-from async_rl.types import Prompt
+from async_rl.envs.base import Scored
+from async_rl.types import MAX_SCORE_NAME_BYTES, MAX_SCORES, Prompt
 
 START_TIMEOUT_S = 60.0
 GRACE_S = 30.0
 ORPHAN_CHECK_S = 1.0
 SCORE_KEYS = ("score", "reward")
+WHERE = "start this process in the folder that holds it, install it or set PYTHONPATH"
 
 
 class RewardError(Exception):
     """The reward function cannot be used; one sentence."""
 
 
-def exact_last_field(prompt: str, answer: str, *, target: str, **_: Any) -> float:
+def exact_last_field(prompt: str, answer: str, *, target: str | int, **_: Any) -> float:
     """1.0 when the last space-separated field of the stripped answer is exactly the target, else 0.0."""
-    return float(answer.strip().split(" ")[-1] == target)
+    return float(answer.strip().split(" ")[-1] == str(target))
 
 
-def first_integer(prompt: str, answer: str, *, target: str, **_: Any) -> float:
+def first_integer(prompt: str, answer: str, *, target: str | int, **_: Any) -> float:
     """1.0 when the first integer in the answer is the target, else 0.0."""
     found = re.search(r"-?\d+", answer)
-    return float(found is not None and found.group() == target)
+    return float(found is not None and found.group() == str(target))
+
+
+def graded_integer(prompt: str, answer: str, *, target: str | int, **_: Any) -> dict[str, float]:
+    """1.0 when the first integer in the answer is the target, at most 0.25 when it is another, less the farther off, 0.0
+    without one. `exact` tells only the first apart."""
+    found = re.search(r"-?\d{1,9}", answer)
+    off = abs(int(found.group()) - int(target)) if found else None
+    return {"score": 0.0 if off is None else 1.0 if off == 0 else 0.5 / (1 + off), "exact": float(off == 0)}
+
+
+def require_module(reward: str) -> None:
+    """Raises RewardError when this process finds no module of that name: at once, while loading it waits for the engine."""
+    module = reward.partition(":")[0]
+    try:
+        found = importlib.util.find_spec(module) is not None
+    except (ImportError, ValueError):
+        found = False
+    if not found:
+        raise RewardError(f"data.reward is '{reward}', but Python finds no module {module}: {WHERE}")
 
 
 class RewardPool:
@@ -65,8 +86,8 @@ class RewardPool:
             self.close()
             raise RewardError(f"data.reward is '{reward}', which cannot be used: {problem}")
 
-    async def score(self, prompt: Prompt, answer: str) -> tuple[float, str]:
-        """(reward, ""), or (NaN, reason) when the function fails or overstays. Never raises, but for cancellation."""
+    async def score(self, prompt: Prompt, answer: str) -> Scored:
+        """The reward, or NaN and the reason when the function fails or overstays. Never raises, but for cancellation."""
         self._pending += 1
         # a guard against a lost reply; the pool itself times the call, from when a worker takes it
         deadline_s = GRACE_S + self._timeout_s * (1 + math.ceil(self._pending / self._num_workers))
@@ -75,13 +96,13 @@ class RewardPool:
             async with asyncio.timeout(deadline_s):
                 return await asyncio.wrap_future(future)
         except TimeoutError:
-            return math.nan, f"reward {self._reward} took longer than {self._timeout_s:g} s"
+            return Scored(math.nan, f"reward {self._reward} took longer than {self._timeout_s:g} s")
         except ProcessExpired as e:
-            return math.nan, f"reward {self._reward} ended its process with code {e.exitcode}"
+            return Scored(math.nan, f"reward {self._reward} ended its process with code {e.exitcode}")
         except asyncio.CancelledError:
             raise
         except Exception as e:  # a broken pool, an argument that cannot be sent
-            return math.nan, f"reward {self._reward} was not scored: {type(e).__name__}: {_one_line(e)}"
+            return Scored(math.nan, f"reward {self._reward} was not scored: {type(e).__name__}: {_one_line(e)}")
         finally:
             self._pending -= 1
 
@@ -110,23 +131,46 @@ class RewardPool:
             return f"loading it ended the process: {_one_line(e)}"
 
 
-def as_score(value: Any) -> tuple[float, str]:
-    """(finite float, "") from whatever a reward returned, or (NaN, reason).
+def as_score(value: Any) -> Scored:
+    """The finite reward in whatever a reward function returned, or NaN and the reason.
 
-    Accepted: int, float, bool, their numpy kinds, 0-d arrays and tensors, {"score": x} or {"reward": x} of these (BR-087).
+    Accepted: int, float, bool, their numpy kinds, 0-d arrays and tensors, and a dict with one of these as `score` or `reward`
+    (BR-087). Other entries of a dict that are finite numbers become scores; texts, NaN and the like are left out. More scores
+    than MAX_SCORES, or a name beyond MAX_SCORE_NAME_BYTES, is a mistake: the answer is not scored, and the reason says so.
     """
+    scores: dict[str, float] = {}
     if isinstance(value, dict):
         found = [key for key in SCORE_KEYS if key in value]
         if not found:
-            return math.nan, f"returned a dict without 'score' or 'reward': keys {sorted(map(str, value))[:5]}"
+            return Scored(math.nan, f"returned a dict without 'score' or 'reward': keys {sorted(map(str, value))[:5]}")
+        others = {str(key): _number(entry) for key, entry in value.items() if key != found[0]}
+        scores = {name: x for name, x in others.items() if x is not None and math.isfinite(x)}
         value = value[found[0]]
-    given = value
+    reward = _number(value)
+    if reward is None:
+        return Scored(math.nan, f"returned a {type(value).__name__}, not one number")
+    if not math.isfinite(reward):
+        return Scored(math.nan, f"returned {reward}")
+    problem = _too_many(scores)
+    return Scored(math.nan, problem) if problem else Scored(reward, "", scores)
+
+
+def _number(value: Any) -> float | None:
     if getattr(value, "shape", None) == () and hasattr(value, "item"):
         value = value.item()
-    if not isinstance(value, numbers.Real):
-        return math.nan, f"returned a {type(given).__name__}, not one number"
-    score = float(value)
-    return (score, "") if math.isfinite(score) else (math.nan, f"returned {score}")
+    try:
+        return float(value) if isinstance(value, numbers.Real) else None
+    except OverflowError:
+        return math.inf
+
+
+def _too_many(scores: dict[str, float]) -> str:
+    long = [name for name in scores if not 0 < len(name.encode(errors="replace")) <= MAX_SCORE_NAME_BYTES]
+    if long:
+        return f"returned a score under the name '{long[0][:80]}': a name takes 1 to {MAX_SCORE_NAME_BYTES} bytes"
+    if len(scores) > MAX_SCORES:
+        return f"returned {len(scores)} scores beside the reward: {MAX_SCORES} may be logged, leave out the others"
+    return ""
 
 
 _loaded: dict[str, Callable[..., Any]] = {}
@@ -149,20 +193,22 @@ def _load(reward: str) -> Callable[..., Any]:
 def _load_in_worker(reward: str) -> str:
     try:
         _load(reward)
+    except ModuleNotFoundError as e:
+        return f"{_one_line(e)}; {WHERE}"
     except Exception as e:  # a user's module may raise anything on import
         return f"{type(e).__name__}: {_one_line(e)}"
     return ""
 
 
-def _score_in_worker(reward: str, text: str, answer: str, fields: dict[str, Any]) -> tuple[float, str]:
+def _score_in_worker(reward: str, text: str, answer: str, fields: dict[str, Any]) -> Scored:
     try:
         value = _load(reward)(text, answer, **fields)
         if inspect.isawaitable(value):
             value = asyncio.run(_wait(value))
-        score, problem = as_score(value)
+        scored = as_score(value)
     except Exception as e:  # the user's code
-        return math.nan, f"reward {reward} raised {type(e).__name__}: {_one_line(e)}"
-    return score, f"reward {reward} {problem}" if problem else ""
+        return Scored(math.nan, f"reward {reward} raised {type(e).__name__}: {_one_line(e)}")
+    return scored._replace(error=f"reward {reward} {scored.error}") if scored.error else scored
 
 
 async def _wait(value: Any) -> Any:

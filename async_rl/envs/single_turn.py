@@ -10,7 +10,7 @@ import math
 
 import numpy as np
 
-from async_rl.envs.base import Decode, Generate, Score
+from async_rl.envs.base import Decode, Generate, Score, Scored
 from async_rl.types import Completion, Prompt, Sampling, Trajectory
 
 
@@ -19,9 +19,7 @@ class SingleTurn:
         """Generate once, score the text. An answer that cannot be scored keeps its tokens, with reward NaN and an error."""
         completion = await generate(prompt.token_ids, sampling)
         error = _unscorable(completion)
-        reward = math.nan
-        if not error:
-            reward, error = await score(prompt, decode(completion.token_ids))
+        scored = Scored(math.nan, error) if error else await score(prompt, decode(completion.token_ids))
         return Trajectory(
             token_ids=completion.token_ids,
             logprobs=completion.logprobs,
@@ -29,8 +27,9 @@ class SingleTurn:
             versions=completion.versions,
             mask=np.ones(len(completion.token_ids), dtype=np.bool_),
             finish_reason=completion.finish_reason,
-            reward=reward,
-            error=error,
+            reward=scored.reward,
+            error=scored.error,
+            scores=scored.scores,
         )
 
 

@@ -1,95 +1,157 @@
-"""From a data configuration to prompts: draw, split, render, tokenize, drop what cannot be used.
+"""From a data configuration to prompts: draw or read, split, render, tokenize, drop what cannot be used.
 
 Owns: the held-out rule. Imports config, types, envs/text and the adapters; no torch.
-Invariant: whether a question is held out depends on the question alone, so no seed, no item count and no resume moves
-it to the other side.
+Invariant: whether a prompt is held out depends on it alone, so no seed, no item count and no resume moves it to the other
+side; no prompt is on both sides.
 """
 
 from __future__ import annotations
 
 import hashlib
-import re
+import json
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, NamedTuple
 
-from async_rl.config import Config
-from async_rl.envs.adapters.reasoning_gym import load_items
+import numpy as np
+
+from async_rl.config import Config, DataConfig
+from async_rl.envs.adapters import jsonl, reasoning_gym
 from async_rl.envs.base import Item, TaskError
 from async_rl.envs.text import encode_prompt
 from async_rl.types import Prompt
 
-NOISE = re.compile(r"[A-Za-z_]+|\s+|[?!:;,'\"]|\.(?!\d)")
+REASONS = ("off_options", "unscorable", "repeated", "in_heldout", "too_long")
 
 
 class Tasks(NamedTuple):
-    """`dropped` counts items by reason: off_options, repeated, unscorable (no gold answer), too_long."""
+    """`dropped` counts items by reason: off_options, unscorable (no gold answer), repeated, in_heldout (of data.path, and also
+    in data.heldout_path), too_long."""
 
     train: list[Prompt]
     heldout: list[Prompt]
     dropped: dict[str, int]
 
 
-def is_heldout(question: str, fraction: float) -> bool:
-    """True for `fraction` of all questions, by their md5."""
-    return int(hashlib.md5(question.encode(), usedforsecurity=False).hexdigest(), 16) % 1000 < fraction * 1000
-
-
-def expression_of(question: str) -> str:
-    """The question without words, spaces and punctuation: "Calculate 47 + 38." -> "47+38"."""
-    return NOISE.sub("", question)
+def is_heldout(key: str, fraction: float) -> bool:
+    """True for `fraction` of all keys, by their md5."""
+    return int(hashlib.md5(key.encode(), usedforsecurity=False).hexdigest(), 16) % 1000 < fraction * 1000
 
 
 def build_prompts(config: Config, tokenizer: Any) -> Tasks:
-    """All prompts of a run, in the generator's order.
+    """All prompts of a run, in the order of their source.
 
     A prompt that leaves no room for `rollout.max_new_tokens` within `model.max_model_len` is dropped as too_long (BR-073).
-    Raises TaskError when the dataset is unknown, the options are wrong, or a side that is needed stays empty.
+    Raises TaskError when the source cannot be read as configured, or a side that is needed stays empty.
     """
-    tasks = Tasks([], [], {"off_options": 0, "repeated": 0, "unscorable": 0, "too_long": 0})
-    room_tokens = config.model.max_model_len - config.rollout.max_new_tokens
-    seen: set[str] = set()
-    for item in load_items(config.data, config.seed):
-        if item.off_options:
-            tasks.dropped["off_options"] += 1
-            continue
-        text = _render(config.data.prompt or "{question}", item)
-        if text in seen:
-            tasks.dropped["repeated"] += 1
-            continue
-        seen.add(text)
-        if not item.answer.strip():
-            tasks.dropped["unscorable"] += 1
-            continue
-        token_ids = encode_prompt(tokenizer, text, config.data.chat)
-        if len(token_ids) > room_tokens:
-            tasks.dropped["too_long"] += 1
-            continue
-        name = hashlib.md5(item.question.encode(), usedforsecurity=False).hexdigest()[:12]
-        prompt = Prompt(f"{config.data.dataset}-{name}", token_ids, text, {"target": item.answer, "question": item.question})
-        side = tasks.heldout if is_heldout(item.question, config.data.heldout_fraction) else tasks.train
-        side.append(prompt)
+    data, reader = config.data, _Reader(config, tokenizer)
+    if data.path is None:
+        source, items, fraction = data.dataset, reasoning_gym.load_items(data, config.seed), data.heldout_fraction
+    else:
+        source, items = Path(data.path).stem, jsonl.load_items(data.path, "data.path")
+        fraction = data.heldout_fraction if data.heldout_path is None else 0.0
+    tasks = Tasks([], [], reader.dropped)
+    if data.heldout_path is not None:
+        given = jsonl.load_items(data.heldout_path, "data.heldout_path")
+        tasks.heldout.extend(prompt for _, prompt in reader.read(given, Path(data.heldout_path).stem))
+        reader.taken = dict.fromkeys(reader.taken, "in_heldout")
+    for key, prompt in reader.read(items, source):
+        (tasks.heldout if is_heldout(key, fraction) else tasks.train).append(prompt)
     _check_sides(config, tasks)
     return tasks
 
 
-def _render(template: str, item: Item) -> str:
+def check_files(data: DataConfig) -> None:
+    """Read and render the first line of each file that is named; raises TaskError. Needs no tokenizer."""
+    for key in ("path", "heldout_path"):
+        path = getattr(data, key)
+        if path is not None:
+            _render(data, next(jsonl.load_items(path, f"data.{key}")))
+
+
+@dataclass
+class _Reader:
+    """Turns items into prompts, and counts those that cannot be used."""
+
+    config: Config
+    tokenizer: Any
+    taken: dict[str, str] = field(default_factory=dict)  # identity of each item so far -> why another like it is dropped
+    dropped: dict[str, int] = field(default_factory=lambda: dict.fromkeys(REASONS, 0))
+
+    def read(self, items: Iterable[Item], source: str) -> Iterator[tuple[str, Prompt]]:
+        """(key, prompt) of each item that can be used; prompts are named after their source and key."""
+        config = self.config
+        room_tokens = config.model.max_model_len - config.rollout.max_new_tokens
+        for item in items:
+            if item.flaw:
+                self.dropped[item.flaw] += 1
+                continue
+            text = _render(config.data, item)
+            identity = _identity(item, text)
+            if identity in self.taken:
+                self.dropped[self.taken[identity]] += 1
+                continue
+            self.taken[identity] = "repeated"
+            token_ids = self._encode(item, text)
+            if len(token_ids) > room_tokens:
+                self.dropped["too_long"] += 1
+                continue
+            key = item.key or identity
+            name = hashlib.md5(key.encode(), usedforsecurity=False).hexdigest()[:12]
+            yield key, Prompt(f"{source}-{name}", token_ids, text, item.fields)
+
+    def _encode(self, item: Item, text: str) -> np.ndarray:
+        data = self.config.data
+        try:
+            return encode_prompt(self.tokenizer, item.messages or text, data.chat, data.system)
+        except TaskError as e:
+            raise TaskError(f"{item.where}: {e}" if item.where else str(e)) from e
+
+
+def _identity(item: Item, text: str) -> str:
+    """Equal for two items that ask the same; one user message is its text."""
+    if not item.messages or (len(item.messages) == 1 and item.messages[0]["role"] == "user"):
+        return text
+    return json.dumps(item.messages, sort_keys=True, ensure_ascii=False)
+
+
+def _render(data: DataConfig, item: Item) -> str:
+    """What the reward gets as the prompt: the filled template, or the last message."""
+    if item.messages:
+        if data.prompt is not None:
+            raise TaskError(
+                f"data.prompt is '{data.prompt}', but {item.where} holds chat messages, which the chat template renders: "
+                "leave data.prompt out (data.prompt=null)"
+            )
+        if data.system is not None and any(message["role"] == "system" for message in item.messages):
+            raise TaskError(f"data.system is set, but {item.where} has a system message of its own: leave out one of them")
+        return item.messages[-1]["content"]
+    template = data.prompt or ("{question}" if data.path is None else "{prompt}")
     try:
-        return template.format(question=item.question, expression=expression_of(item.question))
-    except (KeyError, IndexError, ValueError, AttributeError) as e:
+        text = template.format(**item.shown)
+    except (LookupError, ValueError, AttributeError, TypeError) as e:
+        names = " or ".join(f"{{{name}}}" for name in list(item.shown)[:8])
         raise TaskError(
-            f"data.prompt is '{template}', which cannot be filled ({type(e).__name__}: {e}): "
-            "use {question} or {expression}, and {{ }} for literal braces"
+            f"data.prompt is '{template}', which cannot be filled {f'from {item.where} ' * bool(item.where)}"
+            f"({type(e).__name__}: {e}): use {names}, and {{{{ }}}} for literal braces"
         ) from e
+    if not text.strip():
+        raise TaskError(f"data.prompt is '{template}', which is empty for {item.where}: name a field that is not")
+    return text
 
 
 def _check_sides(config: Config, tasks: Tasks) -> None:
     counts = ", ".join(f"{n} {reason}" for reason, n in tasks.dropped.items())
+    source = f"num_items={config.data.num_items}" if config.data.path is None else f"path={config.data.path}"
+    more = "draw more items" if config.data.path is None else "add lines"
     if not tasks.train:
         raise TaskError(
-            f"no training prompt is left of data.num_items={config.data.num_items} ({counts}; {len(tasks.heldout)} held out): "
-            "raise model.max_model_len, lower rollout.max_new_tokens or data.heldout_fraction, or draw more items"
+            f"no training prompt is left of data.{source} ({counts}; {len(tasks.heldout)} held out): "
+            f"raise model.max_model_len, lower rollout.max_new_tokens or data.heldout_fraction, or {more}"
         )
     if config.eval.draws > 0 and not tasks.heldout:
         raise TaskError(
             f"eval.draws is {config.eval.draws}, but no prompt is held out of {len(tasks.train)} ({counts}): "
-            f"raise data.heldout_fraction={config.data.heldout_fraction} or data.num_items, or set eval.draws=0"
+            f"raise data.heldout_fraction={config.data.heldout_fraction}, {more}, or set eval.draws=0"
         )

@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from async_rl.config import ModelConfig
-from async_rl.envs.base import TaskError
+from async_rl.envs.base import Message, TaskError
 
 TOKENIZER_FILES = ("*token*.json", "vocab*", "merges.txt", "chat_template*", "*.model", "special_tokens_map.json")
 
@@ -53,21 +53,35 @@ def tokenizer_digest(model: ModelConfig) -> str:
     return digest.hexdigest()[:16]
 
 
-def encode_prompt(tokenizer: Any, text: str, chat: bool) -> np.ndarray:
-    """Prompt ids int32 [P]. `chat` wraps the text as one user message and asks for the assistant's turn.
+def encode_prompt(tokenizer: Any, prompt: str | Sequence[Message], chat: bool, system: str | None = None) -> np.ndarray:
+    """Prompt ids int32 [P]. `chat` wraps a text as one user message and asks for the assistant's turn; messages always go
+    through the chat template. `system` becomes a system message before either.
 
-    Raises TaskError when `chat` is set and the tokenizer has no chat template.
+    Raises TaskError when a chat template is needed and the tokenizer has none, or its own refuses the messages.
     """
-    if chat:
-        if not tokenizer.chat_template:
-            raise TaskError("data.chat is true, but the model's tokenizer has no chat template: set data.chat=false")
-        messages = [{"role": "user", "content": text}]
-        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    if chat or not isinstance(prompt, str):
+        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
+        text = _through_template(tokenizer, messages if system is None else [{"role": "system", "content": system}, *messages])
+    else:
+        text = prompt
     prefix = _prefix(tokenizer)
     ids = tokenizer.encode(text, add_special_tokens=False)
     while prefix and ids[: len(prefix)] == prefix:
         ids = ids[len(prefix) :]
     return np.asarray(prefix + ids, dtype=np.int32)
+
+
+def _through_template(tokenizer: Any, messages: list[Message]) -> str:
+    if not tokenizer.chat_template:
+        raise TaskError(
+            "the prompt is for a chat (data.chat is true, or it is a list of messages), but the model's tokenizer has no chat "
+            "template: set data.chat=false with prompts that are texts, or use a model with a template"
+        )
+    try:
+        return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    except Exception as e:  # a template is a program of the model's author
+        roles = ", ".join(message["role"] for message in messages)
+        raise TaskError(f"the tokenizer's chat template refuses messages of the roles {roles}: {_one_line(e)}") from e
 
 
 def decoder(tokenizer: Any) -> Callable[[np.ndarray], str]:

@@ -1,19 +1,21 @@
-"""What can be known about a run before anything starts: paths, ports, devices, memory, the reward and the data set's name.
+"""What can be known about a run before anything starts: paths, ports, devices, memory, reward, data set.
 
-Imports config and launcher only; loads neither model nor engine. Every complaint is a ConfigError, one sentence.
+Imports config, launcher and envs; loads neither model nor engine. Every complaint is a ConfigError, one sentence.
 """
 
 from __future__ import annotations
 
-import difflib
 import importlib.util
 import re
 import socket
 import tempfile
 from pathlib import Path
 
-from async_rl.config import Config, ConfigError
+from async_rl.config import Config, ConfigError, DataConfig
+from async_rl.envs.base import TaskError
+from async_rl.envs.tasks import check_files
 from async_rl.launcher import memory
+from async_rl.launcher.datasets import check_dataset
 from async_rl.launcher.machine import memory_limits, model_size
 from async_rl.launcher.plan import Machine, Plan
 
@@ -25,7 +27,7 @@ def inspect(config: Config, plan: Plan, machine: Machine, run_dir: Path) -> None
     """Raises ConfigError for the first thing that would keep this run from starting."""
     check_model(config)
     check_reward(config.data.reward)
-    check_dataset(config.data.dataset)
+    check_data(config.data)
     check_devices(config, plan, machine)
     check_memory(config, plan, machine)
     check_ports(config)
@@ -63,7 +65,12 @@ def check_reward(reward: str) -> None:
     except (ImportError, ValueError):
         spec = None
     if spec is None:
-        raise ConfigError(f"data.reward is '{reward}', but Python finds no module {module}: install it or set PYTHONPATH")
+        hint = (
+            f"write {module[:-3]}:{function}"
+            if module.endswith(".py")
+            else "start in the folder that holds it, install it or set PYTHONPATH"
+        )
+        raise ConfigError(f"data.reward is '{reward}', but Python finds no module {module}: {hint}")
     source = Path(spec.origin) if spec.origin and spec.origin.endswith(".py") else None
     if source and not re.search(rf"\b{function}\b", source.read_text(errors="replace")):
         raise ConfigError(
@@ -71,21 +78,14 @@ def check_reward(reward: str) -> None:
         )
 
 
-def check_dataset(name: str) -> None:
-    """By the names written in reasoning-gym's source: importing it takes seconds."""
-    spec = importlib.util.find_spec("reasoning_gym")
-    if spec is None or not spec.submodule_search_locations:
-        return  # absent here: the learner's own machine will say
-    named = re.compile(r"""(?:DATASET_NAME\s*=\s*|register_dataset\(\s*)["'](\w+)["']""")
-    folder = Path(spec.submodule_search_locations[0])
-    known = {match for file in folder.rglob("*.py") for match in named.findall(file.read_text(errors="replace"))}
-    if known and name not in known:
-        raise ConfigError(f"data.dataset is '{name}', which reasoning-gym does not have: {_nearest(name, known)}")
-
-
-def _nearest(name: str, known: set[str]) -> str:
-    near = difflib.get_close_matches(name, sorted(known), n=1)
-    return f"did you mean '{near[0]}'?" if near else "its gallery lists the names, for example basic_arithmetic"
+def check_data(data: DataConfig) -> None:
+    if data.path is None:
+        check_dataset(data)
+        return
+    try:
+        check_files(data)
+    except TaskError as e:
+        raise ConfigError(str(e)) from None
 
 
 def check_devices(config: Config, plan: Plan, machine: Machine) -> None:
@@ -130,7 +130,10 @@ def check_ports(config: Config) -> None:
 
 def check_run_dir(run_dir: Path) -> None:
     """It, or the nearest folder above it that exists, must be a folder that can be written; nothing is created."""
-    nearest = next(p for p in (run_dir, *run_dir.parents) if p.exists())
+    try:
+        nearest = next(p for p in (run_dir, *run_dir.parents) if p.exists())
+    except (OSError, ValueError) as e:  # too long, or with a zero byte
+        raise ConfigError(f"run_dir is {str(run_dir)[:60]}..., which cannot be a path ({e}): choose another"[:300]) from None
     if not nearest.is_dir():
         raise ConfigError(f"run_dir is {run_dir}, but {nearest} is no folder: choose another")
     try:
@@ -150,7 +153,7 @@ def summary(config: Config, plan: Plan, machine: Machine, run_dir: Path) -> str:
         rollouts = ["none: rollout.count is 0; start them by hand with `async-rl rollout RUN_DIR --name NAME`"]
     rows = [
         ("model", f"{c.model.path}{made}"),
-        ("data", f"{c.data.dataset}, scored by {c.data.reward}"),
+        ("data", f"{c.data.path or c.data.dataset}, scored by {c.data.reward}"),
         ("learner", f"{learner}, {c.algorithm.advantage} + {c.algorithm.loss}, lr {c.learner.lr:g}"),
         *(("rollout", text) for text in rollouts),
         *(("memory", text) for text in _memory(config, plan, machine)),

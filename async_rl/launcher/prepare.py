@@ -15,7 +15,7 @@ import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import yaml
 
@@ -51,15 +51,20 @@ def _resolve(config: Config, run_dir: Path, plan: Plan) -> Config:
     tree["run_dir"] = str(run_dir)
     if config.model.make or Path(config.model.path).exists():
         tree["model"]["path"] = str(Path(config.model.path).absolute())
+    for key in ("path", "heldout_path"):
+        if tree["data"][key] is not None:
+            tree["data"][key] = str(Path(tree["data"][key]).absolute())
     if config.weights.backend == "auto":
         tree["weights"]["backend"] = "nccl" if plan.own_gpus else "gloo"
     return parse_config(tree)
 
 
-def claim(prepared: Prepared) -> IO[str]:
-    """Make the run folder ours and write what the processes read; the returned lock is held while it stays open.
+def claim(prepared: Prepared) -> tuple[IO[str], str]:
+    """Make the run folder ours and write what the processes read; the returned lock is held while it stays open. The text
+    says what is different from the run that the folder holds already, if it holds one.
 
-    Raises ConfigError when another launcher holds the folder. The run id of a folder stays what it was.
+    Raises ConfigError when another launcher holds the folder, or when the run in it has done all its steps. The run id of a
+    folder stays what it was.
     """
     run_dir = prepared.run_dir
     try:
@@ -72,11 +77,44 @@ def claim(prepared: Prepared) -> IO[str]:
     except OSError:
         lock.close()
         raise ConfigError(f"run_dir is {run_dir}, where another run is at work: choose another, or wait for it") from None
+    try:
+        news = _news(prepared)
+    except ConfigError:
+        lock.close()
+        raise
     (run_dir / "config.yaml").write_text(yaml.safe_dump(prepared.config.model_dump(mode="json"), sort_keys=False))
     if not (run_dir / "run.json").exists():
         (run_dir / "run.json").write_text(json.dumps({"run_id": secrets.token_hex(8)}))
     (run_dir / "result.json").unlink(missing_ok=True)
-    return lock
+    return lock, news
+
+
+def _news(prepared: Prepared) -> str:
+    """How this run goes on with what the folder holds."""
+    run_dir, config = prepared.run_dir, prepared.config
+    try:
+        result = json.loads((run_dir / "result.json").read_text())
+        done = result["policy_version"] if result["status"] == "finished" else 0
+    except (OSError, ValueError, KeyError, TypeError):
+        done = 0
+    if config.checkpoint.resume and done >= config.num_steps:
+        raise ConfigError(
+            f"run_dir is {run_dir}, where a run has finished its {done} steps: raise num_steps to go on, or choose another"
+        )
+    try:
+        before = parse_config(yaml.safe_load((run_dir / "config.yaml").read_text()))
+    except (OSError, yaml.YAMLError, ConfigError):
+        return ""
+    old, new = _flat(before.model_dump(mode="json")), _flat(config.model_dump(mode="json"))
+    changed = [f"{key} {old[key]} -> {new[key]}" for key in new if key != "run_dir" and old.get(key) != new[key]]
+    return f", which holds a run already; changed since: {', '.join(changed) or 'nothing'}"
+
+
+def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in tree.items():
+        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) and key != "options" else {prefix + key: value}
+    return flat
 
 
 def model_recipe(prepared: Prepared) -> ProcessSpec | None:

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import contextlib
 import os
+import selectors
 import signal
 import subprocess
+import sys
 import time
 from collections import deque
 from collections.abc import Iterable
@@ -85,6 +87,40 @@ def family(children: Iterable[Child]) -> set[psutil.Process]:
             leader = psutil.Process(child.popen.pid)
             found |= {leader, *leader.children(recursive=True)}
     return found
+
+
+class Pipes:
+    """What piped children print goes to their logs and to the terminal."""
+
+    def __init__(self) -> None:
+        self._selector = selectors.DefaultSelector()
+        self._terminal_open = True
+
+    def add(self, child: Child) -> None:
+        assert child.popen.stdout is not None
+        os.set_blocking(child.popen.stdout.fileno(), False)
+        self._selector.register(child.popen.stdout, selectors.EVENT_READ, child)
+
+    def pass_on(self, timeout_s: float) -> None:
+        """Wait at most timeout_s for something to be printed, and pass it on."""
+        for key, _ in self._selector.select(timeout_s):
+            while data := key.fileobj.read(1 << 16):  # type: ignore[union-attr]
+                key.data.log.write(data)
+                self._show(data)
+            if data == b"":
+                self._selector.unregister(key.fileobj)
+        if not self._selector.get_map():
+            time.sleep(timeout_s)
+
+    def _show(self, data: bytes) -> None:
+        if not self._terminal_open:
+            return
+        try:
+            sys.stdout.buffer.write(data)
+            sys.stdout.buffer.flush()
+        except BrokenPipeError:  # `train | head`: the run goes on, its log has the rest
+            self._terminal_open = False
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def end_all(children: Iterable[Child], grace_s: float, bystanders: Iterable[int] = ()) -> None:

@@ -13,8 +13,6 @@ run; the first cause of a failure is told once, at the end, and the last line of
 
 from __future__ import annotations
 
-import os
-import selectors
 import shutil
 import signal
 import sys
@@ -25,7 +23,7 @@ from types import FrameType
 
 from async_rl.launcher.plan import ProcessSpec
 from async_rl.launcher.prepare import Prepared, claim, install_model, model_recipe, prepare, unfinished
-from async_rl.launcher.processes import Child, end_all, own_children
+from async_rl.launcher.processes import Child, Pipes, end_all, own_children
 from async_rl.observability.process import adopt_orphans
 
 EXIT_CONFIG, EXIT_ROLLOUTS_GONE = 2, 3
@@ -45,8 +43,9 @@ def train(config_path: str, overrides: list[str]) -> int:
 
 def run(prepared: Prepared) -> int:
     """Claim the run folder, make the model if need be, supervise, print the result; returns the exit code."""
-    with claim(prepared):
-        _say(f"run_dir {_short(prepared.run_dir)}")
+    lock, news = claim(prepared)
+    with lock:
+        _say(f"run_dir {_short(prepared.run_dir)}{news}")
         with Signals() as signals:
             adopt_orphans()
             code = _make_model(prepared, signals)
@@ -85,11 +84,15 @@ def _make_model(prepared: Prepared, signals: Signals) -> int:
     _say(f"making the model {_short(Path(prepared.config.model.path))} by the recipe '{prepared.config.model.make}'")
     unfinished(prepared).parent.mkdir(parents=True, exist_ok=True)
     begin, bystanders = time.monotonic(), own_children()
-    child = Child(spec)
+    child = Child(spec, piped=True)
+    said = Pipes()
+    said.add(child)
     try:
         while child.poll() is None and not signals.asked:
-            time.sleep(POLL_S)
+            said.pass_on(POLL_S)
+        said.pass_on(0.0)
         if signals.asked:
+            _say("stopped; no model was kept")
             return 128 + signals.asked[0]
         code = _exit_code(child)
         if code:
@@ -125,8 +128,7 @@ class Supervisor:
         self._heeded = 0  # signals already acted upon
         self._deadline: float | None = None  # of a learner that was asked to stop
         self._failed: tuple[int, Child, str] | None = None  # exit code, whose log tells, why
-        self._pipes = selectors.DefaultSelector()
-        self._terminal_open = True
+        self._pipes = Pipes()
         self._ended: list[Child] = []
 
     def run(self) -> int:
@@ -146,45 +148,22 @@ class Supervisor:
 
     def _start_learner(self) -> Child:
         child = Child(self._prepared.plan.learner, piped=True)
-        assert child.popen.stdout is not None
-        os.set_blocking(child.popen.stdout.fileno(), False)
-        self._pipes.register(child.popen.stdout, selectors.EVENT_READ, child)
+        self._pipes.add(child)
         return child
 
     def _watch(self) -> int:
         while True:
-            self._pass_output(POLL_S)
+            self._pipes.pass_on(POLL_S)
             self._heed_signals()
             for rollout in self._rollouts:
                 self._look_after(rollout)
             if self._learner.poll() is not None:
-                self._pass_output(0.0)
+                self._pipes.pass_on(0.0)
                 if not self._revive_learner():
                     return _exit_code(self._learner)
             if self._deadline is not None and time.monotonic() > self._deadline:
                 _say("the learner did not stop in time and is killed")
                 return 128 + (self._signals.asked[0] if self._signals.asked else signal.SIGKILL)
-
-    def _pass_output(self, timeout_s: float) -> None:
-        """What the learner prints goes to the terminal and to its log."""
-        for key, _ in self._pipes.select(timeout_s):
-            while data := key.fileobj.read(1 << 16):  # type: ignore[union-attr]
-                key.data.log.write(data)
-                self._show(data)
-            if data == b"":
-                self._pipes.unregister(key.fileobj)
-        if not self._pipes.get_map():
-            time.sleep(timeout_s)
-
-    def _show(self, data: bytes) -> None:
-        if not self._terminal_open:
-            return
-        try:
-            sys.stdout.buffer.write(data)
-            sys.stdout.buffer.flush()
-        except BrokenPipeError:  # `train | head`: the run goes on, its log has the rest
-            self._terminal_open = False
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
     def _heed_signals(self) -> None:
         """The first signal is passed on; the second ends the run at once."""

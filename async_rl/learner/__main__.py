@@ -16,7 +16,10 @@ import torch
 import torch.distributed as dist
 
 from async_rl.config import Config, ConfigError, load_config
+from async_rl.data.prompts import PromptError
 from async_rl.envs.base import TaskError
+from async_rl.envs.tasks import build_prompts
+from async_rl.envs.text import load_tokenizer
 from async_rl.learner import LearnerError
 from async_rl.learner.checkpoint import Checkpointer
 from async_rl.learner.commands import Commands
@@ -45,15 +48,18 @@ def main(run_dir: str) -> int:
         config = load_config(folder / "config.yaml")
         setup_logging(f"learner-{number}", folder / "logs" / f"learner-{number}.log", config.observe.log_level)
         device = _device(config)
+        # first what a user may have got wrong, then what takes long to load
+        tasks = build_prompts(config, load_tokenizer(config.model)) if number == 0 else None
         _init_distributed(config, device)
         rank = _build(config, folder, device)
         checkpoint = rank.checkpointer.latest_complete() if config.checkpoint.resume else None
         state = rank.checkpointer.load(checkpoint, rank.policy, rank.optimizer) if checkpoint else None
-        if number == 0:
-            return lead(config, folder, rank, state, stop)
+        if tasks is not None:
+            return lead(config, folder, rank, tasks, state, stop)
+        stop.remember()
         follow(rank)
         return 0
-    except (ConfigError, LearnerError, TaskError, TransportError) as e:
+    except (ConfigError, LearnerError, PromptError, TaskError, TransportError) as e:
         print(f"learner: {e}", file=sys.stderr, flush=True)
         return 2
     except RunStopped as e:

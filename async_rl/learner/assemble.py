@@ -13,6 +13,7 @@ from async_rl.algorithms import diagnostics, filters
 from async_rl.algorithms.advantages import ADVANTAGES, comparable
 from async_rl.config import AlgorithmConfig
 from async_rl.data.record import Record
+from async_rl.data.scores import mean_scores
 from async_rl.types import Batch, Group, Trajectory
 
 
@@ -91,6 +92,7 @@ def _metrics(
         "batch/num_tokens": len(batch.lags),
         "staleness/versions_per_trajectory": float(np.mean([len(np.unique(t.versions)) for t in good])) if good else 0.0,
     }
+    out |= mean_scores(good, "score/")
     out |= diagnostics.groups([[t.reward for t in g.trajectories if not filters.valid(t)] for g in groups])
     out |= diagnostics.lengths([int(t.mask.sum()) for t in good], [t.finish_reason for t in good], [t.reward for t in good])
     return out

@@ -22,7 +22,7 @@ from async_rl.data.prompts import PromptStream
 from async_rl.learner.failure import RunFailed
 from async_rl.learner.leases import evaluation_lease, training_lease
 from async_rl.learner.members import Member, Members
-from async_rl.observability.log import get_logger
+from async_rl.observability.log import get_logger, rare
 from async_rl.transport.base import Delivered, Event, Hub, Peer
 from async_rl.transport.messages import (
     PROTOCOL,
@@ -42,7 +42,6 @@ from async_rl.transport.messages import (
 from async_rl.types import Attempt, Group
 
 log = get_logger(__name__)
-NUM_QUIET_BEATS = 3  # heartbeats a member may miss before another process may take its name
 TICK_S = 0.05  # longest the IO thread sleeps: bounds the delay of a grant that a release made possible
 
 
@@ -69,10 +68,12 @@ class ControlPlane:
         prompts: PromptStream,
         identity: Identity,
         resumed_version: int,
+        vocab_size: int,
         notice: Callable[[str], None],
     ) -> None:
         self.config, self.hub, self.ledger, self.prompts = config, hub, ledger, prompts
         self.identity, self.resumed_version, self.notice = identity, resumed_version, notice
+        self.vocab_size = vocab_size  # ids below it can be scored
         self.changed = threading.Condition(threading.RLock())
         self.members = Members()
         self.evaluation: Evaluation | None = None
@@ -157,7 +158,7 @@ class ControlPlane:
         elif isinstance(message, Error):
             member.heard_s = now
             log.warning("%s reports %s: %s", member.rollout_id, message.code, message.text)
-            self._reply("error", 0, member, message)
+            self._reply("error", message.membership, member, message)
         else:
             self.events["unexpected_message"] += 1
 
@@ -170,21 +171,18 @@ class ControlPlane:
             "run id": (self.identity.run_id, hello.run_id),
             "config digest": (self.identity.config_digest, hello.config_digest),
             "tokenizer digest": (self.identity.tokenizer_digest, hello.tokenizer_digest),
+            "number of engine workers": (1, hello.num_workers),
         }
         for what, (mine, theirs) in ours.items():
             if mine != theirs:
-                self._refuse(peer, f"{hello.name} was refused: its {what} is {theirs}, the learner's is {mine}")
+                text = f"{hello.name} was refused: its {what} is {theirs}, the learner's is {mine}"
+                self._refuse(peer, Error(code="fatal", text=text))
                 return
-        predecessor = self.members.named(hello.name)
-        answer = self.members.may_join(hello, now, NUM_QUIET_BEATS * self.config.transport.heartbeat_s)
-        if answer != "yes" and predecessor is not None:
-            text = f"{predecessor.rollout_id}, pid {predecessor.pid}, has the name {hello.name}"
-            if answer == "later":
-                self.say(peer, Error(code="refused", text=f"{text}: is it dead?"))
-            else:
-                self._refuse(peer, f"{hello.name} with pid {hello.pid} was refused: {text} and lives: choose another --name")
+        objection = self.members.objection(hello, now, self.config.transport.heartbeat_s)
+        if objection is not None:
+            self._refuse(peer, objection)
             return
-        if predecessor is not None:
+        if (predecessor := self.members.named(hello.name)) is not None:
             self._remove(predecessor, "replaced by a new connection", now)
         member = self.members.join(peer, hello, now)
         welcome = Welcome(
@@ -197,10 +195,11 @@ class ControlPlane:
         self.events["joined"] += 1
         self.notice(f"{member.rollout_id} joined")
 
-    def _refuse(self, peer: Peer, text: str) -> None:
-        self.say(peer, Error(code="fatal", text=text))
-        self.notice(text)
-        self.events["refused_hello"] += 1
+    def _refuse(self, peer: Peer, error: Error) -> None:
+        self.say(peer, error)
+        self.events["refused_hello"] += error.code == "fatal"
+        if error.code == "fatal" and rare(self.events["refused_hello"]):
+            self.notice(error.text)
 
     def _delivered(self, event: Delivered, now: float) -> None:
         group = event.group
@@ -210,8 +209,8 @@ class ControlPlane:
         if group.split == "eval":
             outcome, reason = self._evaluated(group, member)
         else:
-            whole = len(group.trajectories) == self.config.group_size
-            verdict = self.ledger.accept(group, event.num_bytes, now) if whole else self.ledger.refuse(group, "group_size", now)
+            unfit = self._unfit(group)
+            verdict = self.ledger.refuse(group, unfit, now) if unfit else self.ledger.accept(group, event.num_bytes, now)
             outcome, reason = verdict.outcome, verdict.reason
             if verdict.cancel is not None:
                 self._cancel(verdict.cancel[0], group.group_id, verdict.cancel[1], "another attempt was faster")
@@ -224,6 +223,18 @@ class ControlPlane:
             self.say(member.peer, ack)
         if outcome == "refused":
             self.events[f"refused/{reason}"] += 1
+            if rare(self.events[f"refused/{reason}"]):
+                log.warning("refused group %d of %s: %s", group.group_id, group.rollout_id, reason)
+
+    def _unfit(self, group: Group) -> str:
+        """What no honest rollout would send, whoever sends it: the reason, or ""."""
+        if len(group.trajectories) != self.config.group_size:
+            return "group_size"
+        if any(t.num_tokens > self.config.rollout.max_new_tokens for t in group.trajectories):
+            return "too_long"
+        if any(int(t.token_ids.max(initial=0)) >= self.vocab_size for t in group.trajectories):
+            return "token_out_of_vocabulary"
+        return ""
 
     def _screen(self, group: Group) -> None:
         """Drop at once what no batch can use, so that its slot is free again."""
@@ -336,8 +347,9 @@ class ControlPlane:
             member.evaluating.discard(group.group_id)
         if self.evaluation is None or len(group.trajectories) != 1:
             return "refused", "no_evaluation"
-        reward = group.trajectories[0].reward
-        counted = self.evaluation.deliver(group.group_id, sampled_by(group, self.evaluation.name), reward)
+        (answer,) = group.trajectories
+        pinned = sampled_by(group, self.evaluation.name)
+        counted = self.evaluation.deliver(group.group_id, pinned, answer.reward, answer)
         return ("accepted", "") if counted else ("duplicate", "")
 
     # ---- members leave

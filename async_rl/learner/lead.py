@@ -18,8 +18,9 @@ from async_rl.config import Config
 from async_rl.data.ledger import Ledger
 from async_rl.data.prompts import PromptStream
 from async_rl.data.record import Rules
-from async_rl.envs.tasks import Tasks, build_prompts
-from async_rl.envs.text import load_tokenizer, tokenizer_digest
+from async_rl.envs.tasks import Tasks
+from async_rl.envs.text import decoder, load_tokenizer, tokenizer_digest
+from async_rl.learner import LearnerError
 from async_rl.learner.commands import Code
 from async_rl.learner.control import ControlPlane, Identity
 from async_rl.learner.failure import RunFailed, RunStopped, lost_rank
@@ -30,7 +31,7 @@ from async_rl.learner.signals import Stop
 from async_rl.learner.trainer import Trainer
 from async_rl.observability.log import get_logger
 from async_rl.observability.report import write_report
-from async_rl.transport.codec import decode_group, encode_group
+from async_rl.transport.codec import BadMessage, decode_group, encode_group
 from async_rl.transport.discovery import Discovery, write_discovery
 from async_rl.transport.zmq import ZmqHub
 
@@ -38,14 +39,14 @@ log = get_logger(__name__)
 LINGER_S = 2.0
 
 
-def lead(config: Config, folder: Path, rank: Rank, checkpoint: bytes | None, stop: Stop) -> int:
+def lead(config: Config, folder: Path, rank: Rank, tasks: Tasks, checkpoint: bytes | None, stop: Stop) -> int:
     """Train to the end; returns the exit code."""
     state = msgpack.unpackb(checkpoint, strict_map_key=False) if checkpoint else None
     version = state["version"] if state else 0
     run_id = json.loads((folder / "run.json").read_text())["run_id"]
     identity = Identity(run_id, config.digest(), tokenizer_digest(config.model), _next_incarnation(folder))
-    tasks = build_prompts(config, load_tokenizer(config.model))
-    progress = Progress(config, folder, identity.incarnation, version if state else None)
+    decode = decoder(load_tokenizer(config.model))
+    progress = Progress(config, folder, identity.incarnation, version if state else None, decode)
     ledger, prompts = _data(config, tasks, identity.incarnation, state)
     _announce(progress, tasks, identity, version, bool(state))
     if config.rollout.count == 0:
@@ -58,7 +59,7 @@ def lead(config: Config, folder: Path, rank: Rank, checkpoint: bytes | None, sto
         insecure=transport.insecure,
         heartbeat_timeout_s=transport.heartbeat_timeout_s,
     )
-    control = ControlPlane(config, hub, ledger, prompts, identity, version, progress.notice)
+    control = ControlPlane(config, hub, ledger, prompts, identity, version, rank.policy.vocab_size, progress.notice)
     publisher = Publisher(control, rank.source, weight_backend(config), version)
 
     def checkpoint_state() -> bytes:
@@ -70,6 +71,7 @@ def lead(config: Config, folder: Path, rank: Rank, checkpoint: bytes | None, sto
 
     trainer = Trainer(config, rank, control, publisher, progress, tasks.heldout, stop, version, checkpoint_state)
     trainer.saved = version if state else -1
+    stop.remember()
     control.start()
     publisher.start()
     discovery = folder / "learner.json"
@@ -144,7 +146,13 @@ def _data(config: Config, tasks: Tasks, incarnation: int, state: dict[str, Any] 
     prompts = PromptStream(tasks.train, config.seed)
     if state:
         prompts.load_state_dict(state["prompts"])
-        ledger.load_state_dict(state["ledger"], decode_group)
+        try:
+            ledger.load_state_dict(state["ledger"], decode_group)
+        except BadMessage as e:
+            raise LearnerError(
+                f"the checkpoint holds groups that this version of async_rl cannot read ({e}): go on with the version that "
+                "wrote it, or start a new run_dir"
+            ) from None
     return ledger, prompts
 
 

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Literal
 
 from async_rl.transport.base import Peer
-from async_rl.transport.messages import Heartbeat, Hello
+from async_rl.transport.messages import Error, Heartbeat, Hello
+
+NUM_QUIET_BEATS = 3  # heartbeats a member may miss before another process may take its name
 
 
 @dataclass
@@ -64,17 +65,20 @@ class Members:
     def named(self, name: str) -> Member | None:
         return next((m for m in self if m.name == name), None)
 
-    def may_join(self, hello: Hello, now: float, quiet_s: float) -> Literal["yes", "later", "no"]:
-        """ "no" once another process of that name has been heard since this one first asked; "later" while the other may
-        be dead or only quiet: it was heard within quiet_s."""
+    def objection(self, hello: Hello, now: float, heartbeat_s: float) -> Error | None:
+        """Why a process may not have its name: fatal once another process of that name has been heard since this one first
+        asked; to be tried again while the other may be dead or only quiet."""
         holder, key = self.named(hello.name), (hello.name, hello.pid)
         if holder is None or holder.pid == hello.pid:
-            return "yes"
-        asked_s = self._asked_s.setdefault(key, now)
-        if holder.heard_s > asked_s:
+            return None
+        text = f"{holder.rollout_id}, pid {holder.pid}, has the name {hello.name}"
+        if holder.heard_s > self._asked_s.setdefault(key, now):
             del self._asked_s[key]
-            return "no"
-        return "yes" if now - holder.heard_s > quiet_s else "later"
+            text = f"{hello.name} with pid {hello.pid} was refused: {text} and lives: choose another --name"
+            return Error(code="fatal", text=text)
+        return (
+            None if now - holder.heard_s > NUM_QUIET_BEATS * heartbeat_s else Error(code="refused", text=f"{text}: is it dead?")
+        )
 
     def join(self, peer: Peer, hello: Hello, now: float) -> Member:
         """A new member; its id is the name and a counter, so that ids are never reused."""

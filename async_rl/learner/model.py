@@ -41,6 +41,13 @@ class PolicyModel(nn.Module):
         return token_logprobs(hidden_BLH[rows_R, cols_R], head.weight, targets_R, temperature, self.chunk_tokens)
 
     @property
+    def vocab_size(self) -> int:
+        """Ids below it have an embedding."""
+        embeddings = self.hf.get_input_embeddings()
+        assert isinstance(embeddings, nn.Embedding)
+        return embeddings.num_embeddings
+
+    @property
     def sharded(self) -> bool:
         return isinstance(self, FSDPModule)
 

@@ -1,7 +1,7 @@
 """What the learner says of itself: one metrics row and one line per step, notices between them, the result at the end.
 
-Owns the sinks of rank 0 and the clock of the run. Invariant: `metrics.jsonl` and `timing.jsonl` are the source of truth; the
-terminal, the report and the result say nothing that is not in them or in the books.
+Owns the sinks of rank 0, the evaluations' samples and the clock of the run. Invariant: `metrics.jsonl` and `timing.jsonl`
+are the source of truth; the terminal, the report and the result say nothing that is not in them or in the books.
 """
 
 from __future__ import annotations
@@ -9,23 +9,35 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections import defaultdict
+from collections import defaultdict, deque
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from async_rl.config import Config
 from async_rl.data.evaluation import Evaluation
 from async_rl.learner.control import ControlPlane
 from async_rl.learner.publish import Publisher
 from async_rl.learner.results import summarize
+from async_rl.learner.samples import Samples
 from async_rl.observability.log import get_logger
 from async_rl.observability.sinks import Console, RunSink, Sink, TensorBoardSink, read_run
 
 log = get_logger(__name__)
+RATE_S = 10.0
 
 
 class Progress:
-    def __init__(self, config: Config, run_dir: Path, incarnation: int, resume_step: int | None) -> None:
+    def __init__(
+        self,
+        config: Config,
+        run_dir: Path,
+        incarnation: int,
+        resume_step: int | None,
+        decode: Callable[[np.ndarray], str],
+    ) -> None:
         self.run_dir, self.incarnation = run_dir, incarnation
         self.evaluated = -1  # version of the newest evaluation begun
         self._console = Console(config.num_steps)
@@ -34,8 +46,9 @@ class Progress:
             self._sinks.append(TensorBoardSink(run_dir / "tensorboard"))
         self._idle: dict[str, float] = defaultdict(float)  # seconds this step waited, by what for
         self._started = self._last = time.monotonic()
-        self._last_tokens = 0
+        self._generated: deque[tuple[float, int]] = deque([(self._started, 0)])  # (when, tokens) of the last RATE_S seconds
         self._lock = threading.Lock()  # notices come from the control thread, steps from the training thread
+        self._samples = Samples(run_dir / "samples", resume_step, decode, self.notice)
 
     def notice(self, text: str) -> None:
         log.info("%s", text)
@@ -51,7 +64,6 @@ class Progress:
         now = time.monotonic()
         elapsed = max(now - self._last, 1e-9)
         with control.changed:
-            generated = control.members.generated_tokens
             row = {
                 "step": version,
                 "version": version,
@@ -61,7 +73,7 @@ class Progress:
                 **publisher.stats,
                 "time/step_s": elapsed,
                 "samples_per_s": metrics["batch/num_samples"] / elapsed,
-                "rollout/tokens_per_s": (generated - self._last_tokens) / elapsed,
+                "rollout/tokens_per_s": self._rate(now, control.members.generated_tokens),
                 "rollout/num_live": sum(m.live for m in control.members),
                 "idle/learner_s": self._idle["batch"],
                 **{f"idle/{what}_s": seconds for what, seconds in self._idle.items()},
@@ -71,9 +83,17 @@ class Progress:
         if skipped:
             row["skipped"] = skipped
             self.notice(f"step after version {version} was skipped: {skipped}")
-        self._last, self._last_tokens = now, generated
+        self._last = now
         self._idle.clear()
         self._write(row)
+
+    def _rate(self, now: float, tokens: int) -> float:
+        """Tokens a second over the last RATE_S: rollouts report with their heartbeats, which may come less often than steps."""
+        self._generated.append((now, tokens))
+        while len(self._generated) > 2 and now - self._generated[1][0] > RATE_S:
+            self._generated.popleft()
+        since, before = self._generated[0]
+        return max(0, tokens - before) / max(now - since, 1e-9)
 
     def evaluation(self, evaluation: Evaluation, seconds: float) -> None:
         version = evaluation.name.version
@@ -85,6 +105,7 @@ class Progress:
             **evaluation.row(),
         }
         self._write(row)
+        self._samples.write(evaluation)
         self.notice(
             f"held-out accuracy of version {version}: {evaluation.accuracy:.3f} "
             f"({evaluation.num_delivered} answers, {evaluation.missing} missing, {seconds:.1f} s)"
@@ -99,6 +120,7 @@ class Progress:
 
     def result(self, books: dict[str, Any], **ending: Any) -> dict[str, Any]:
         """The final object, also written to `result.json`."""
+        self._samples.close()
         with self._lock:
             for sink in self._sinks:
                 sink.close()

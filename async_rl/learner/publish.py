@@ -8,17 +8,17 @@ on the survivors; a member that says Hello is served the current version before 
 
 from __future__ import annotations
 
+import math
 import secrets
 import threading
 import time
-from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from async_rl.learner.control import ControlPlane
 from async_rl.learner.gather import GatherPort
 from async_rl.learner.members import Member
+from async_rl.learner.membership import Faults, MemberLost, Membership, Sums, close_late, in_thread
 from async_rl.observability.log import get_logger
 from async_rl.observability.waiting import waiting
 from async_rl.transport.messages import Commit, Committed, Error, Prepare
@@ -29,35 +29,7 @@ from async_rl.weights.source import WeightSource
 
 log = get_logger(__name__)
 POLL_S = 0.2  # the longest a waiting publisher sleeps before it looks at its deadline again
-MAX_WEIGHT_ERRORS = 3  # attempts in a row a member may fail before it is told to exit
-
-
-@dataclass(frozen=True)
-class Sums:
-    """What receivers must report: the digest of each bucket, and the checksum of the loaded weights."""
-
-    bucket_digests: list[str]
-    checksum: str
-
-
-class MemberLost(Exception):
-    """Members left, were expelled or failed in a phase: the publish starts over with the others."""
-
-
-@dataclass
-class Membership:
-    """One composition of the broadcast group."""
-
-    number: int
-    members: list[Member]
-    group: WeightGroup | None = None
-    ranks: dict[str, int] = field(default_factory=dict)  # rollout id -> first rank
-    world_size: int = 1
-    tag: str = ""  # random, tells its keys in the store from any other's
-
-    @property
-    def ids(self) -> set[str]:
-        return {m.rollout_id for m in self.members}
+GRACE_S = 2.0  # members see a failure of the group within this of each other
 
 
 class Publisher:
@@ -73,7 +45,7 @@ class Publisher:
         self.mutating = False
         self.stats: dict[str, float] = {}
         self._membership = Membership(0, [])
-        self._errors: dict[str, int] = {}
+        self._faults = Faults(control)
         self._thread = threading.Thread(target=self._run, name="publisher", daemon=True)
 
     # ---- the trainer's side
@@ -200,11 +172,11 @@ class Publisher:
             membership=membership.number,
             timeout_s=self.control.config.weights.phase_timeout_s,
         )
-        forming = _in_thread(WeightGroup, spec, sock)
+        forming = in_thread(WeightGroup, spec, sock)
         try:
             membership.group = self._outcome(forming, membership, "form the weight group")
         except BaseException:
-            forming.add_done_callback(_close_late)
+            forming.add_done_callback(close_late)
             raise
         return membership
 
@@ -245,34 +217,56 @@ class Publisher:
             bucket = self.port.fetch(k)
             if in_flight is not None:
                 self._outcome(in_flight, membership, f"receive bucket {k - 1}")
-            in_flight = _in_thread(membership.group.broadcast, bucket)
+            in_flight = in_thread(membership.group.broadcast, bucket)
             digests.append(digest(bucket))
         if in_flight is not None:
             self._outcome(in_flight, membership, "receive the last bucket")
         return Sums(digests, self.source.checksum())
 
     def _outcome(self, future: Future[Any], membership: Membership, what: str) -> Any:
-        """The future's result, or MemberLost as soon as a member is gone, reports an error, or the group fails."""
-        names = ", ".join(sorted(membership.ids))
-        with waiting(f"{names} to {what}"):
+        """The future's result, or MemberLost when a member is gone, the group fails, or a member reports that it cannot
+        take part and the group does not fail by itself within GRACE_S."""
+        reported_s = math.inf
+        with waiting(f"{', '.join(sorted(membership.ids))} to {what}"):
             while True:
                 try:
                     return future.result(timeout=POLL_S / 4)
                 except TimeoutError:
                     with self.changed:
-                        self._check(membership)
+                        self._check_gone(membership)
+                        now = time.monotonic()
+                        reported_s = min(reported_s, now if self._reports(membership) else math.inf)
+                        if now - reported_s > GRACE_S:
+                            self._check(membership)
                 except WeightsError as e:
-                    self._blame_silent(membership, str(e))
+                    self._blame(membership, e)
                     raise MemberLost(str(e)) from None
 
-    def _blame_silent(self, membership: Membership, why: str) -> None:
-        """A group operation failed. Whoever has not been heard of for a few heartbeats is why; the rest try again."""
-        limit_s = 3 * self.control.config.transport.heartbeat_s
+    def _blame(self, membership: Membership, error: WeightsError) -> None:
+        """A group operation failed: expel those it waited for. They never came to the group; or, while all others report that
+        it failed for them, too, they say nothing of it."""
+        absent = {i for i, rank in membership.ranks.items() if rank in error.absent}
         with self.changed:
-            now = time.monotonic()
-            for m in membership.members:
-                if m.rollout_id in self.control.members and now - m.heard_s > limit_s:
-                    self.control.expel(m.rollout_id, why, now)
+            deadline = time.monotonic() + GRACE_S
+            while not absent and time.monotonic() < deadline and self._quiet(membership):
+                self.changed.wait(POLL_S)
+            guilty = absent or self._quiet(membership)
+            for rollout_id in guilty:
+                self._faults.caused(rollout_id, f"it kept the others waiting: {error}")
+            if not guilty:
+                for rollout_id, report in self._reports(membership).items():
+                    self._faults.reported(rollout_id, report.text)
+
+    def _quiet(self, membership: Membership) -> set[str]:
+        """Members that neither hold the whole version nor report a failure."""
+        return (self._missing("staged", membership, self.version) - self._reports(membership).keys()) & {
+            m.rollout_id for m in self.control.members
+        }
+
+    def _reports(self, membership: Membership) -> dict[str, Error]:
+        """Failures that members have reported for this membership since its last Prepare."""
+        replies = self.control.replies.get(("error", membership.number), {})
+        return {i: reply for i, reply in replies.items() if i in membership.ids and isinstance(reply, Error)}
 
     # ---- waiting for replies
 
@@ -288,7 +282,7 @@ class Publisher:
                 now = time.monotonic()
                 if now > deadline:
                     for rollout_id in missing:
-                        self.control.expel(rollout_id, f"it did not say {kind} {self.version} in time", now)
+                        self._faults.caused(rollout_id, f"it did not say {kind} {self.version} in time")
                 self.changed.wait(POLL_S)
 
     def _missing(self, kind: str, membership: Membership, version: int) -> set[str]:
@@ -298,21 +292,17 @@ class Publisher:
 
     def _check(self, membership: Membership) -> None:
         """MemberLost when the membership is no longer what it was, or a member reports a failed transfer."""
+        self._check_gone(membership)
+        for rollout_id, reply in self._reports(membership).items():
+            self._faults.reported(rollout_id, reply.text)
+            raise MemberLost(f"{rollout_id}: {reply.text}")
+
+    def _check_gone(self, membership: Membership) -> None:
         if self.port.closed:
             raise WeightsError("the learner is closing")
         gone = [i for i in membership.ids if i not in self.control.members]
         if gone:
             raise MemberLost(f"{', '.join(gone)} left")
-        for rollout_id, reply in self.control.replies.get(("error", 0), {}).items():
-            if rollout_id in membership.ids and isinstance(reply, Error):
-                self._count_error(rollout_id, reply.text)
-                raise MemberLost(f"{rollout_id}: {reply.text}")
-
-    def _count_error(self, rollout_id: str, text: str) -> None:
-        self._errors[rollout_id] = self._errors.get(rollout_id, 0) + 1
-        if self._errors[rollout_id] >= MAX_WEIGHT_ERRORS:
-            why = f"{MAX_WEIGHT_ERRORS} weight updates in a row failed, the last with: {text}"
-            self.control.expel(rollout_id, why, time.monotonic(), code="fatal")
 
     # ---- COMMIT
 
@@ -351,28 +341,8 @@ class Publisher:
                 self.control.expel(rollout_id, why, now, code="fatal")
                 continue
             done.add(rollout_id)
-            self._errors.pop(rollout_id, None)
+            self._faults.forgive(member.name)
             self.control.committed(member, version)
-        for rollout_id, reply in list(self.control.replies.get(("error", 0), {}).items()):
-            if rollout_id in membership.ids - done and isinstance(reply, Error):
+        for rollout_id, reply in self._reports(membership).items():
+            if rollout_id not in done:
                 self.control.expel(rollout_id, f"it could not commit version {version}: {reply.text}", now)
-
-
-def _in_thread(call: Callable[..., Any], *args: Any) -> Future[Any]:
-    """Run a blocking group operation in a daemon thread: one that is stuck with a dead member must not hold up the exit."""
-    future: Future[Any] = Future()
-
-    def run() -> None:
-        try:
-            future.set_result(call(*args))
-        except BaseException as e:
-            future.set_exception(e)
-
-    threading.Thread(target=run, name="broadcast", daemon=True).start()
-    return future
-
-
-def _close_late(forming: Future[WeightGroup]) -> None:
-    """A group that formed after it was given up."""
-    if forming.exception() is None:
-        forming.result().close()

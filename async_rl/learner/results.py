@@ -6,14 +6,16 @@ Pure over rows, so that a resumed run reports all of itself. Invariant: every fi
 from __future__ import annotations
 
 import statistics
+from collections import Counter
 from typing import Any
 
 ENDS = 5  # steps averaged for the first and the last reward
-LAST_EVALS = 3  # evaluations whose median is `eval_last`
+LAST_EVALS = 3  # evaluations whose median is `eval_last`; never the first, unless it is the only one
 
 
 def summarize(rows: list[dict[str, Any]], books: dict[str, Any]) -> dict[str, Any]:
-    """First and last reward, held-out accuracy before and after, lag, throughput, idle time and the ledger."""
+    """First and last reward and scores, answers that could not be used, held-out accuracy before and after, lag, throughput,
+    idle time and the ledger."""
     steps = [row for row in rows if "reward/mean" in row]
     evals = [row for row in rows if row.get("eval/accuracy") is not None]
     accuracies = [row["eval/accuracy"] for row in evals]
@@ -21,13 +23,17 @@ def summarize(rows: list[dict[str, Any]], books: dict[str, Any]) -> dict[str, An
     tokens = sum(row["batch/num_tokens"] for row in steps)
     samples = sum(row["batch/num_samples"] for row in steps)
     step_s = sum(row["time/step_s"] for row in steps)
+    invalid = _invalid(steps)
     return {
         "steps": len(steps),
         "policy_version": steps[-1]["version"] if steps else 0,
         "reward_first": _mean(rewards[:ENDS]),
         "reward_last": _mean(rewards[-ENDS:]),
+        "scores": {name: {"first": _mean(x[:ENDS]), "last": _mean(x[-ENDS:])} for name, x in _by_name(steps, "score/").items()},
+        "num_invalid": sum(invalid.values()),
+        "invalid": invalid,
         "eval_first": accuracies[0] if accuracies else None,
-        "eval_last": statistics.median(accuracies[-LAST_EVALS:]) if accuracies else None,
+        "eval_last": statistics.median(accuracies[1:][-LAST_EVALS:] or accuracies) if accuracies else None,
         "evals": [[row["eval/version"], row["eval/accuracy"]] for row in evals],
         "lag_mean": sum(row["lag/mean"] * row["batch/num_tokens"] for row in steps) / tokens if tokens else None,
         "lag_max": max((row["lag/max"] for row in steps), default=None),
@@ -39,6 +45,26 @@ def summarize(rows: list[dict[str, Any]], books: dict[str, Any]) -> dict[str, An
         "idle_s": {k: sum(row.get(f"idle/{k}_s", 0.0) for row in steps) for k in ("batch", "publish", "eval", "save")},
         "ledger": books,
     }
+
+
+def _by_name(steps: list[dict[str, Any]], prefix: str) -> dict[str, list[float]]:
+    """The values of all keys with this prefix, step after step, where there is one."""
+    found: dict[str, list[float]] = {}
+    for row in steps:
+        for key, value in row.items():
+            if key.startswith(prefix) and value is not None:
+                found.setdefault(key.removeprefix(prefix), []).append(value)
+    return found
+
+
+def _invalid(steps: list[dict[str, Any]]) -> dict[str, int]:
+    """Answers received that no step could use, by reason. Rows count them from the start of a life of the learner, so the last
+    row of each life has all of it."""
+    last_of_life = {row.get("incarnation"): row for row in steps}
+    counts: Counter[str] = Counter()
+    for row in last_of_life.values():
+        counts.update({reason: int(n[-1]) for reason, n in _by_name([row], "events/invalid/").items()})
+    return dict(counts)
 
 
 def _mean(values: list[float]) -> float | None:

@@ -17,6 +17,11 @@ def get_logger(name: str) -> logging.Logger:
     return logging.getLogger(name if name == ROOT or name.startswith(f"{ROOT}.") else f"{ROOT}.{name.strip('_')}")
 
 
+def rare(count: int) -> bool:
+    """True for the first event of its kind and then each power of two: a flood must not become a flood of lines."""
+    return count & (count - 1) == 0
+
+
 def setup_logging(process_name: str, path: Path | None, level: str) -> None:
     """Send the package's log to a file, warnings also to stderr; without a file, all of it to stderr.
 

@@ -105,7 +105,7 @@ def _draw(rows: list[dict[str, Any]], path: Path) -> str:
     _line(speed, steps, "rollout/tokens_per_s", "tokens/s, generated")
     _line(waits, steps, "time/step_s", "a step, s")
     for key in sorted({key for row in steps for key in row if key.startswith("idle/")} - {"idle/learner_s"}):
-        _line(waits, steps, key, f"of which waiting: {key.removeprefix('idle/').removesuffix('_s')}")
+        _line(waits, steps, key, f"of which waiting: {key.removeprefix('idle/').removesuffix('_s')}", ".-")
     for axes, title in ((learning, "Learning"), (lag, "Lag, versions"), (speed, "Throughput"), (waits, "Time")):
         axes.set_title(title)
         axes.set_xlabel("step")

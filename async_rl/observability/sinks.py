@@ -61,8 +61,8 @@ class JsonlSink:
 
 
 class RunSink:
-    """A run's rows in two files: `metrics.jsonl` holds what was learned, which a synchronous run with the same seed writes again
-    byte for byte, and `timing.jsonl` what depends on the clock."""
+    """A run's rows in two files: `metrics.jsonl` holds what was learned, which a synchronous run with the same seed writes
+    again byte for byte, and `timing.jsonl` what depends on the clock."""
 
     def __init__(self, run_dir: Path, resume_step: int | None) -> None:
         self._metrics = JsonlSink(run_dir / METRICS, resume_step)

@@ -96,6 +96,7 @@ def make_tiny(out: Path, seed: int) -> dict[str, Any]:
         rollout=RolloutConfig(max_new_tokens=MAX_NEW_TOKENS),
         eval=EvalConfig(draws=1),
     )
+    print(f"tiny policy: drawing {DATA.num_items} questions, then {STEPS} steps of warm-up", flush=True)
     tasks = build_prompts(config, tokenizer)
     model = new_model(seed)
     accuracy, steps = _warm_up(model, lessons(tasks.train), tasks.heldout, decoder(tokenizer), seed)

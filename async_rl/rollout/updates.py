@@ -121,8 +121,9 @@ class Updates:
         except WeightsError as e:
             self.counts["updates_failed"] += 1
             log.warning("weight update failed: %s", e)
+            membership = self._update.prepare.membership if self._update else 0
             await self._abandon()
-            await self._say(Error(code="weights", text=str(e)[:4000]))
+            await self._say(Error(code="weights", text=str(e)[:4000], membership=membership))
         finally:
             self.phase = ""
 

@@ -15,14 +15,14 @@ from typing import Annotated, Any, cast
 
 import msgpack
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
 from async_rl.transport.messages import MESSAGE, PROTOCOL, AnyMessage, Count, Message
-from async_rl.types import Attempt, FinishReason, Group, Split, Trajectory
+from async_rl.types import MAX_SCORE_NAME_BYTES, MAX_SCORES, Attempt, FinishReason, Group, Split, Trajectory
 
 CONTROL_MAX_BYTES = 16 << 20  # one control message: a prompt of a million tokens, or a manifest of ten thousand tensors
 MAX_SIBLINGS = 65536
-MAX_ERROR_BYTES = 384  # with its reward and finish reason a sibling stays under the 512 header bytes config.py allows
+MAX_ERROR_BYTES = 384  # with its reward, finish reason and scores a sibling stays under the header bytes config.py allows
 MAX_DEPTH = 16  # of nested values in Lease.fields
 
 Frame = bytes | memoryview  # of bytes: len() is what it takes on the wire
@@ -50,6 +50,15 @@ _Word = Annotated[str, Field(min_length=1, max_length=256)]
 _Length = Annotated[int, Field(ge=0, lt=2**31)]
 
 
+def _short(name: str) -> str:
+    if len(name.encode()) > MAX_SCORE_NAME_BYTES:
+        raise ValueError(f"a name of more than {MAX_SCORE_NAME_BYTES} bytes")
+    return name
+
+
+_ScoreName = Annotated[str, Field(min_length=1), AfterValidator(_short)]
+_Scores = Annotated[dict[_ScoreName, Annotated[float, Field(allow_inf_nan=False)]], Field(max_length=MAX_SCORES)]
+
 _EACH = Field(min_length=1, max_length=MAX_SIBLINGS, fail_fast=True)  # one entry per sibling
 
 
@@ -70,6 +79,7 @@ class _Header(BaseModel):
     finish_reasons: Annotated[list[FinishReason], _EACH]
     rewards: Annotated[list[float], _EACH]
     errors: Annotated[list[Annotated[str, Field(max_length=MAX_ERROR_BYTES)]], _EACH]
+    scores: Annotated[list[_Scores], _EACH]
     lengths: Annotated[list[_Length], _EACH]
     arrays: Annotated[list[_Spec], Field(max_length=len(ARRAYS))]
 
@@ -95,7 +105,7 @@ def encode_group(group: Group) -> list[Frame]:
     siblings = group.trajectories
     lengths = [t.num_tokens for t in siblings]
     arrays = {name: _joined(name, dtype, group) for name, dtype in ARRAYS}
-    scores = [_score(t) for t in siblings]
+    rewards = [_reward(t) for t in siblings]
     header = {
         "protocol": PROTOCOL,
         "group_id": int(group.group_id),
@@ -103,8 +113,9 @@ def encode_group(group: Group) -> list[Frame]:
         "split": group.split,
         "rollout_id": group.rollout_id,
         "finish_reasons": [t.finish_reason for t in siblings],
-        "rewards": [reward for reward, _ in scores],
-        "errors": [error for _, error in scores],
+        "rewards": [reward for reward, _ in rewards],
+        "errors": [error for _, error in rewards],
+        "scores": [t.scores for t in siblings],
         "lengths": lengths,
         "arrays": [{"name": n, "dtype": d.str, "shape": list(arrays[n].shape)} for n, d in ARRAYS],
     }
@@ -213,7 +224,7 @@ def _validated(content: dict[str, Any]) -> _Header:
         header = _Header.model_validate(content)
     except ValidationError as e:
         raise BadMessage("schema", _first(e)) from None
-    counts = {len(header.finish_reasons), len(header.rewards), len(header.errors), len(header.lengths)}
+    counts = {len(each) for each in (header.finish_reasons, header.rewards, header.errors, header.scores, header.lengths)}
     if len(counts) != 1:
         raise BadMessage("shape", f"per-sibling lists of different lengths {sorted(counts)}")
     return header
@@ -235,7 +246,7 @@ def _joined(name: str, dtype: np.dtype[Any], group: Group) -> np.ndarray:
     return typed
 
 
-def _score(trajectory: Trajectory) -> tuple[float, str]:
+def _reward(trajectory: Trajectory) -> tuple[float, str]:
     """Reward and error as they travel; a reward that is no number is NaN, and the error says so."""
     error = trajectory.error
     try:
@@ -290,6 +301,7 @@ def _split(header: _Header, arrays: dict[str, np.ndarray]) -> tuple[Trajectory, 
                 finish_reason=header.finish_reasons[i],
                 reward=header.rewards[i],
                 error=header.errors[i],
+                scores=header.scores[i],
             )
         )
     return tuple(siblings)

@@ -9,6 +9,7 @@ import logging
 from collections import Counter
 from collections.abc import Sequence
 
+from async_rl.observability.log import rare
 from async_rl.transport.base import Delivered, Peer, Said
 from async_rl.transport.codec import BadMessage, Frame, decode, decode_group
 
@@ -41,8 +42,8 @@ class Intake:
             return None
 
     def refuse(self, bad: BadMessage) -> None:
-        """Count it, and log the first of its reason and then each power of two: a flood must not become a flood of lines."""
+        """Count it, and log it now and then."""
         self.refused[bad.reason] += 1
         count = self.refused[bad.reason]
-        if count & (count - 1) == 0:
+        if rare(count):
             _log.warning("refused a message, number %d of its kind: %s", count, bad)

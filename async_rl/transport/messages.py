@@ -8,19 +8,26 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, FailFast, Field, TypeAdapter
+from pydantic import AfterValidator, BaseModel, ConfigDict, FailFast, Field, TypeAdapter
 
 from async_rl.types import Split
 
-PROTOCOL = 1
+PROTOCOL = 2
 
 Count = Annotated[int, Field(ge=0, lt=2**63)]
-Text = Annotated[str, Field(max_length=4096)]
+
+
+def _printable(text: str) -> str:
+    """What a peer says may end on a terminal: no escapes, no line breaks."""
+    return "".join(c if c.isprintable() else " " for c in text)
+
+
+Text = Annotated[str, Field(max_length=4096), AfterValidator(_printable)]
 Pair = tuple[Count, Count]  # (incarnation, version) of weights, or (incarnation, n) of an attempt
 
 
 class Message(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=False)
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=False, allow_inf_nan=False)
 
 
 class Hello(Message):
@@ -31,7 +38,7 @@ class Hello(Message):
     run_id: Text
     config_digest: Text
     tokenizer_digest: Text
-    name: Text  # stable over reconnects, e.g. "rollout-0"
+    name: Annotated[str, Field(pattern=r"^[\w.-]{1,64}$")]  # stable over reconnects, e.g. "rollout-0"
     num_slots: Annotated[int, Field(ge=1, le=4096)]
     num_workers: Annotated[int, Field(ge=1, le=4096)] = 1  # engine ranks that join the weight group
     pid: Count = 0
@@ -144,7 +151,7 @@ class Heartbeat(Message):
     kind: Literal["heartbeat"] = "heartbeat"
     free_slots: Count = 0
     num_running: Count = 0
-    generated_tokens: Count = 0
+    generated_tokens: Annotated[int, Field(ge=0, lt=2**48)] = 0
     engine_age_s: float = 0.0  # since the engine core last answered
     phase: Text = ""
 
@@ -164,11 +171,13 @@ class End(Message):
 
 
 class Error(Message):
-    """Either way. `rejoin`: discard leases and staging, say Hello again. `fatal`: exit with this text."""
+    """Either way. `rejoin`: discard leases and staging, say Hello again. `fatal`: exit with this text. `weights`: an update
+    failed, in the membership named."""
 
     kind: Literal["error"] = "error"
     code: Literal["rejoin", "fatal", "weights", "refused"]
     text: Text
+    membership: Count = 0
 
 
 AnyMessage = Annotated[

@@ -90,15 +90,20 @@ class WeightGroup:
         problem = ""
         try:
             self._store: Any = _store(spec, listener)
-            self._group: Any = _process_group(spec, PrefixStore(spec.tag, self._store))
+            named = PrefixStore(spec.tag, self._store)
+            named.set(f"here/{spec.rank}", "1")
+            self._group: Any = _process_group(spec, named)
         except (RuntimeError, ValueError, OSError) as e:
             problem = _one_line(e)
         # Raised out here: within the handler the old traceback would keep the store, and so the port, alive.
         if problem:
+            absent = self._absent() if spec.rank == 0 else ()
             self.close()
+            who = f" (rank {', '.join(map(str, absent))} never came)" if absent else ""
             raise WeightsError(
                 f"forming the weight group of membership {spec.membership} (rank {spec.rank} of {spec.world_size}, "
-                f"{spec.host}:{spec.port}) failed within {spec.timeout_s:g} s: {problem}"
+                f"{spec.host}:{spec.port}) failed within {spec.timeout_s:g} s: {problem}{who}",
+                absent,
             )
 
     def broadcast(self, bucket: torch.Tensor) -> None:
@@ -115,6 +120,14 @@ class WeightGroup:
                 f"a broadcast of {bucket.numel()} bytes in membership {spec.membership} (rank {spec.rank} of "
                 f"{spec.world_size}) failed within {spec.timeout_s:g} s: {_one_line(e)}"
             ) from None
+
+    def _absent(self) -> tuple[int, ...]:
+        """The ranks that have not reached the store."""
+        try:
+            named = PrefixStore(self.spec.tag, self._store)
+            return tuple(rank for rank in range(1, self.spec.world_size) if not named.check([f"here/{rank}"]))
+        except (RuntimeError, AttributeError):  # the store itself is what failed
+            return ()
 
     def close(self) -> None:
         """Free the port, the connections and the threads; a second call does nothing."""

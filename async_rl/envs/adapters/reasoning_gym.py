@@ -18,6 +18,8 @@ from async_rl.envs.base import Item, TaskError
 SEED_STRIDE = 10_000_019
 """Item i of a dataset is drawn from Random(seed + i), so neighboring seeds share nearly all their items."""
 
+NOISE = re.compile(r"[A-Za-z_]+|\s+|[?!:;,'\"]|\.(?!\d)")
+
 OURS = {"seed": "the top-level seed", "size": "data.num_items"}
 
 
@@ -28,15 +30,28 @@ def load_items(data: DataConfig, seed: int) -> list[Item]:
     try:
         for index in range(data.num_items):
             raw = dataset[index]
-            answer = raw.get("answer")
-            question = str(raw["question"])
-            items.append(Item(question, "" if answer is None else str(answer), off_options=_off_digits(data, question)))
+            items.append(_item(data, str(raw["question"]), raw.get("answer")))
     except Exception as e:  # any of a hundred generators, any error
         raise TaskError(
             f"reasoning-gym's '{data.dataset}' failed on item {len(items)} with data.options={data.options}: "
             f"{type(e).__name__}: {e}; change the options"
         ) from e
     return items
+
+
+def expression_of(question: str) -> str:
+    """The question without words, spaces and punctuation: "Calculate 47 + 38." -> "47+38"."""
+    return NOISE.sub("", question)
+
+
+def _item(data: DataConfig, question: str, answer: Any) -> Item:
+    gold = "" if answer is None else str(answer)
+    return Item(
+        shown={"question": question, "expression": expression_of(question)},
+        fields={"target": gold, "question": question},
+        key=question,
+        flaw="off_options" if _off_digits(data, question) else "" if gold.strip() else "unscorable",
+    )
 
 
 def _dataset(data: DataConfig, seed: int) -> Any:
