@@ -107,7 +107,7 @@ def _check(arguments: argparse.Namespace) -> int:
 
     prepared = prepare(arguments.config, arguments.overrides)
     print(f"{arguments.config} is fine; `train` would run")
-    print(summary(prepared.config, prepared.plan, prepared.run_dir))
+    print(summary(prepared.config, prepared.plan, prepared.machine, prepared.run_dir))
     return 0
 
 

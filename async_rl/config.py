@@ -71,7 +71,7 @@ class DataConfig(Section):
 
 class RolloutConfig(Section):
     count: int = Field(default=1, ge=0, le=4096)
-    """Rollout processes that `train` starts on this host; more may join with `async-rl rollout`."""
+    """Rollout processes that `train` starts on this host, 0 for none; more may join with `async-rl rollout`."""
     engine: Literal["vllm", "toy"] = "vllm"
     """The inference engine; `toy` is scripted, for tests and simulations."""
     max_new_tokens: int = Field(default=256, ge=1)

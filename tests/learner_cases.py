@@ -19,6 +19,7 @@ from async_rl.learner.model import PolicyModel, hf_named_parameters, shard
 from async_rl.learner.optim import PolicyOptimizer
 from async_rl.learner.step import PolicyUpdate, StepReport
 from async_rl.types import Batch
+from async_rl.weights.manifest import Manifest
 
 CPU = torch.device("cpu")
 VOCAB = 100
@@ -110,6 +111,14 @@ def full(tensor: Tensor) -> Tensor:
 
 def weights(policy: PolicyModel) -> dict[str, Tensor]:
     return {name: full(parameter) for name, parameter in hf_named_parameters(policy)}
+
+
+def flat_bytes(tensors: dict[str, Tensor], manifest: Manifest) -> bytes:
+    """What must travel for these tensors, gaps included, by a loop."""
+    stream = bytearray(manifest.num_bytes)
+    for offset, spec in zip(manifest.offsets, manifest.tensors, strict=True):
+        stream[offset : offset + spec.num_bytes] = tensors[spec.name].contiguous().numpy().tobytes()
+    return bytes(stream)
 
 
 def gradients_of(

@@ -1,9 +1,13 @@
-"""What each of two learner ranks does in tests/test_learner_ranks.py; run as `python -m tests.learner_worker RANK FOLDER`."""
+"""What each learner rank does in tests/test_learner_ranks.py: `python -m tests.learner_worker NUM_RANKS FOLDER [OTHER]`.
+
+OTHER is the folder of an earlier run on another number of ranks, whose checkpoint is loaded here.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import errno
+import multiprocessing
 import sys
 from datetime import timedelta
 from pathlib import Path
@@ -12,22 +16,23 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from async_rl.learner import checkpoint as checkpoint_module
 from async_rl.learner.checkpoint import Checkpointer, CheckpointError
-from async_rl.learner.model import hf_named_parameters
+from async_rl.learner.model import hf_named_parameters, make_mesh
 from async_rl.learner.scatter import scatter_batch
 from async_rl.types import Batch
+from async_rl.weights.checksum import checksum
+from async_rl.weights.source import WeightSource
 
-from .learner_cases import full, gradients_of, make_batch, make_config, make_policy, make_update, weights
+from .learner_cases import CPU, flat_bytes, full, gradients_of, make_batch, make_config, make_policy, make_update, weights
 
-NUM_RANKS = 2
+TIMEOUT = timedelta(seconds=120)
 BATCHES: dict[str, dict[str, Any]] = {
     "even": {"seed": 1},
     "uneven": {"seed": 2, "num_groups": 3, "group_size": 3},
-    "one": {"seed": 3, "num_groups": 1, "group_size": 1, "masked_share": 0.0},  # the other rank has no token
+    "one": {"seed": 3, "num_groups": 1, "group_size": 1, "masked_share": 0.0},  # the other ranks have no token
 }
 MODES = ["token_mean", "seq_mean_token_mean", "seq_mean_token_sum"]
 
@@ -36,13 +41,16 @@ def no_op() -> None: ...
 
 
 class Rank:
-    def __init__(self, rank: int, folder: Path) -> None:
-        self.rank, self.folder = rank, folder
+    """`mesh` shards over all ranks; `hybrid` (HSDP) has two copies of the policy, at 2 ranks whole ones."""
+
+    def __init__(self, num_ranks: int, rank: int, folder: Path, other: Path | None) -> None:
+        self.rank, self.folder, self.other = rank, folder, other
         rendezvous = f"file://{folder}/store"
-        dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=NUM_RANKS, timeout=timedelta(seconds=60))
-        self.mesh = init_device_mesh("cpu", (NUM_RANKS,))
-        self.hybrid = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
-        group = dist.new_group(backend="gloo", timeout=timedelta(seconds=60))
+        dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=num_ranks, timeout=TIMEOUT)
+        self.mesh = make_mesh(make_config(learner={"ranks": num_ranks}).learner, CPU)
+        self.hybrid = make_mesh(make_config(learner={"ranks": num_ranks, "replicas": 2}).learner, CPU)
+        assert (self.mesh.shape, self.hybrid.shape) == ((num_ranks,), (2, num_ranks // 2))
+        group = dist.new_group(backend="gloo", timeout=TIMEOUT)
         assert isinstance(group, dist.ProcessGroup)
         self.group = group
         self.results: dict[str, Any] = {}
@@ -60,7 +68,8 @@ class Rank:
         hybrid = make_policy(mesh=self.hybrid)
         self.keep("hybrid", *gradients_of(make_config(), hybrid, make_batch(seed=1), self.group))
         tight = make_config(learner={"max_grad_norm": 0.1})
-        self.keep("clipped", *gradients_of(tight, self.policy(), make_batch(seed=1), self.group))
+        for name, mesh in (("clipped", self.mesh), ("clipped hybrid", self.hybrid)):
+            self.keep(name, *gradients_of(tight, make_policy(mesh=mesh), make_batch(seed=1), self.group))
 
     def keep(self, name: str, grads: dict[str, torch.Tensor], report) -> None:
         self.results[name] = {"grads": grads, "metrics": report.metrics, "num_tokens": report.num_tokens}
@@ -79,16 +88,49 @@ class Rank:
         report = update.run(make_batch(seed=1), 0, boundary, no_op)
         self.results["mini"] = {"metrics": report.metrics, "seen": seen, "weights": weights(policy)}
 
+    def gathers(self) -> None:
+        """Buckets asked for at the boundaries of a running step, the rest before its update, as the publisher does."""
+        for name, mesh in (("flat", self.mesh), ("hybrid", self.hybrid)):
+            policy = make_policy(mesh=mesh)
+            update, _ = make_update(make_config(learner={"microbatch_tokens": 40}), policy, self.group)
+            update.run(make_batch(seed=0), 0, no_op, no_op)
+            source = WeightSource(hf_named_parameters(policy), torch.float32, 32 << 10, root=self.rank == 0)
+            held, stream, at_boundaries = weights(policy), bytearray(), [0]
+            left = list(range(len(source.manifest.buckets)))
+
+            def gather(num: int, source=source, left=left, stream=stream) -> None:
+                for k in left[:num]:
+                    bucket = source.gather(k)
+                    assert (bucket is not None) == (self.rank == 0)
+                    stream += b"" if bucket is None else bucket.numpy().tobytes()
+                del left[:num]
+
+            def boundary(gather=gather, count=at_boundaries) -> None:
+                count[0] += 1
+                gather(2)
+
+            update.run(make_batch(seed=1), 1, boundary, lambda gather=gather, left=left: gather(len(left)))
+            equal = self.rank > 0 or (
+                bytes(stream) == flat_bytes(held, source.manifest) and source.checksum() == checksum(held.items())
+            )
+            self.results[f"gathers {name}"] = {
+                "equal": equal,
+                "left": len(left),
+                "boundaries": at_boundaries[0],
+                "weights": weights(policy),
+            }
+
     def poison(self) -> None:
         """Non-finite on rank 1 alone, in the loss or only in the gradient."""
         for kind in ("loss", "gradient"):
-            self.results[f"poison {kind}"] = self.poisoned(kind)
+            self.results[f"poison {kind}"] = self.poisoned(kind, self.policy())
+        self.results["poison loss hybrid"] = self.poisoned("loss", make_policy(mesh=self.hybrid))
 
-    def poisoned(self, kind: str) -> dict[str, Any]:
-        policy, touched = self.policy(), []
+    def poisoned(self, kind: str, policy) -> dict[str, Any]:
+        touched: list[int] = []
         update, optimizer = make_update(make_config(), policy, self.group)
         update.run(make_batch(seed=1), 0, no_op, no_op)
-        before = weights(policy) | {k: full(v) for k, v in optimizer.named_state().items()}
+        before = state(policy, optimizer)
         forward = update._forward
 
         def spoiled(scored):
@@ -100,7 +142,7 @@ class Rank:
         if self.rank == 1 and kind == "gradient":
             policy.hf.get_submodule("model.norm").register_full_backward_hook(lambda m, i, o: (i[0] * torch.nan,))
         report = update.run(make_batch(seed=1), 1, no_op, lambda: touched.append(1))
-        after = weights(policy) | {k: full(v) for k, v in optimizer.named_state().items()}
+        after = state(policy, optimizer)
         same = all(torch.equal(after[name], value) for name, value in before.items())
         return {"skipped": report.skipped, "reason": report.reason, "same": same, "touched": touched}
 
@@ -119,18 +161,40 @@ class Rank:
         for step in range(3):
             update.run(make_batch(seed=step), step, no_op, no_op)
         saved = checkpointer.save(3, policy, optimizer, b"ledger" if self.rank == 0 else None)
-        self.results["saved"] = weights(policy) | {k: full(v) for k, v in optimizer.named_state().items()}
+        self.results["saved"] = state(policy, optimizer)
         self.failing_saves(checkpointer, policy, optimizer)
 
-        other = self.policy(seed=5)
-        other_update, other_optimizer = make_update(make_config(), other, self.group)
         assert checkpointer.latest_complete() == saved
-        assert checkpointer.load(saved, other, other_optimizer) == b"ledger"
+        other, other_update, _ = self.loaded(saved, self.mesh)
         for step in range(3, 6):
             a = update.run(make_batch(seed=step), step, no_op, no_op)
             b = other_update.run(make_batch(seed=step), step, no_op, no_op)
             assert a == b
         assert all(torch.equal(value, weights(policy)[name]) for name, value in weights(other).items())
+
+    def loaded(self, folder: Path, mesh) -> tuple[Any, Any, dict[str, torch.Tensor]]:
+        """Another policy, its update and its state, all from the checkpoint."""
+        policy = make_policy(seed=5, mesh=mesh)
+        update, optimizer = make_update(make_config(), policy, self.group)
+        assert Checkpointer(folder.parent, keep=2, group=self.group).load(folder, policy, optimizer) == b"ledger"
+        return policy, update, state(policy, optimizer)
+
+    def other_checkpoints(self) -> None:
+        """Those of a hybrid mesh, and of another number of ranks."""
+        policy = make_policy(mesh=self.hybrid)
+        update, optimizer = make_update(make_config(), policy, self.group)
+        update.run(make_batch(seed=0), 0, no_op, no_op)
+        checkpointer = Checkpointer(self.folder / "hybrid", keep=2, group=self.group)
+        checkpointer.save(1, policy, optimizer, b"ledger" if self.rank == 0 else None)
+        self.results["saved hybrid"] = state(policy, optimizer)
+        if self.other is None:
+            return
+        saved = Checkpointer(self.other / "checkpoints", keep=2, group=self.group).latest_complete()
+        assert saved is not None
+        for name, mesh in (("flat", self.mesh), ("hybrid", self.hybrid)):
+            _, update, held = self.loaded(saved, mesh)
+            assert not update.run(make_batch(seed=3), 3, no_op, no_op).skipped
+            self.results[f"loaded {name}"] = held
 
     def failing_saves(self, checkpointer: Checkpointer, policy, optimizer) -> None:
         def full_disk(*args, **kwargs):
@@ -156,14 +220,31 @@ class Rank:
                 moment.fill_(3.0)
 
 
-def main() -> None:
+def state(policy, optimizer) -> dict[str, torch.Tensor]:
+    """Weights and moments, whole."""
+    return weights(policy) | {k: full(v) for k, v in optimizer.named_state().items()}
+
+
+def work(num_ranks: int, rank: int, folder: Path, other: Path | None) -> None:
     torch.set_num_threads(1)
-    rank = Rank(int(sys.argv[1]), Path(sys.argv[2]))
-    for case in (rank.scatter, rank.gradients, rank.mini_batches, rank.poison, rank.checkpoints):
+    own = Rank(num_ranks, rank, folder, other)
+    for case in (own.scatter, own.gradients, own.mini_batches, own.gathers, own.poison, own.checkpoints, own.other_checkpoints):
         case()
-    torch.save(rank.results, rank.folder / f"rank{rank.rank}.pt")
+    torch.save(own.results, folder / f"rank{rank}.pt")
     dist.destroy_process_group()
 
 
+def main(num_ranks: str, folder: str, other: str = "") -> int:
+    """Ranks are forks: what takes seconds is imported once. The exit code is 0 when every rank's is."""
+    fork = multiprocessing.get_context("fork")
+    arguments = [(int(num_ranks), rank, Path(folder), Path(other) if other else None) for rank in range(int(num_ranks))]
+    ranks = [fork.Process(target=work, args=each, daemon=True) for each in arguments]
+    for process in ranks:
+        process.start()
+    for process in ranks:
+        process.join()
+    return int(any(process.exitcode for process in ranks))
+
+
 if __name__ == "__main__":
-    main()
+    sys.exit(main(*sys.argv[1:]))

@@ -99,6 +99,38 @@ def train(tmp_path: Path, *overrides: str, config: Path = QUICKSTART, cwd: Path 
                 os.kill(pid, signal.SIGKILL)
 
 
+@dataclass
+class ByHand:
+    """A rollout that a person started for a run, with its own script for the toy engine."""
+
+    popen: subprocess.Popen[str]
+    output: Path
+
+    def finish(self, timeout_s: float) -> int:
+        return self.popen.wait(timeout_s)
+
+    def counted(self) -> dict[str, int]:
+        """What it says at its end that it did."""
+        return json.loads(self.output.read_text().rpartition("counted: ")[2].splitlines()[0])
+
+
+@contextmanager
+def rollout(run: Run, name: str, **script: Any) -> Iterator[ByHand]:
+    """`async-rl rollout` for the run, once its folder is there; killed at the end of the block if it still lives."""
+    run.wait_until("its folder", (run.run_dir / "run.json").exists, 60)
+    output = run.output.with_name(f"{name}.{time.monotonic_ns()}.txt")
+    argv = [sys.executable, "-m", "async_rl", "rollout", str(run.run_dir), "--name", name]
+    env = {**os.environ, "ASYNC_RL_TOY": json.dumps(script)}
+    with output.open("w") as file:
+        popen = subprocess.Popen(argv, cwd=ROOT, stdout=file, stderr=file, text=True, start_new_session=True, env=env)
+    try:
+        yield ByHand(popen, output)
+    finally:
+        if popen.poll() is None:
+            os.killpg(popen.pid, signal.SIGKILL)
+            popen.wait(10)
+
+
 def assert_books_balance(result: dict[str, Any], *, trained: int) -> None:
     groups = result["ledger"]["groups"]
     assert result["ledger"]["balanced"]

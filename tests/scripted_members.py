@@ -156,10 +156,18 @@ class Rollout:
     """A member that does what a good one does, unless told to be silent or to fail in a phase."""
 
     def __init__(
-        self, scene: Scene, name: str, *, silent_at: str = "", beats: bool = False, checksum: str = "", **hello: Any
+        self,
+        scene: Scene,
+        name: str,
+        *,
+        silent_at: str = "",
+        beats: bool = False,
+        checksum: str = "",
+        peer: str = "",
+        **hello: Any,
     ) -> None:
-        """`beats`: in the phase in which it is silent it still sends heartbeats."""
-        self.scene, self.name, self.peer = scene, name, name.encode()
+        """`beats`: in the phase in which it is silent it still sends heartbeats. `peer`: of its connection; its name."""
+        self.scene, self.name, self.peer = scene, name, (peer or name).encode()
         self.silent_at, self.beats, self.checksum = silent_at, beats, checksum
         self.rollout_id = ""
         self.leases: list[Lease] = []

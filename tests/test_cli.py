@@ -72,6 +72,9 @@ def test_check_says_what_would_run_and_creates_nothing(tmp_path):
     done = run("check", QUICKSTART, "num_steps=7", "rollout.count=2", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "7 steps" in done.stdout and "rollout-1" in done.stdout and "recipe 'tiny' first" in done.stdout
+    assert "memory     not estimated: the size of" in done.stdout
+    by_hand = run("check", QUICKSTART, "rollout.count=0", cwd=tmp_path)
+    assert "start them by hand with `async-rl rollout RUN_DIR --name NAME`" in by_hand.stdout
     assert list(tmp_path.iterdir()) == []
 
 
@@ -141,3 +144,10 @@ def test_rollout_becomes_the_process_that_train_would_start(tmp_path):
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, env={**os.environ})
     assert json.loads(done.stdout)[1:] == ["-m", "async_rl.rollout", str(tmp_path), "--name", "rollout-7"], done.stderr
+
+
+def test_the_script_for_one_gpu_says_what_is_missing(tmp_path):
+    (tmp_path / "dirname").symlink_to("/usr/bin/dirname")
+    script = ["/bin/bash", str(ROOT / "launch" / "one_gpu.sh")]
+    done = subprocess.run(script, capture_output=True, text=True, env={"PATH": str(tmp_path)}, timeout=20)
+    assert done.returncode == 2 and "no nvidia-smi here" in done.stderr

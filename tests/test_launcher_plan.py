@@ -50,6 +50,11 @@ def test_ranks_take_the_first_gpus_and_rollouts_the_rest(num_gpus, expected):
     assert made.shares_gpu == (num_gpus in (2, 3))
 
 
+@pytest.mark.parametrize(("num_gpus", "count", "own"), [(2, 1, True), (1, 1, False), (0, 1, False), (2, 0, False)])
+def test_nccl_needs_a_gpu_for_each_process_and_is_not_guessed_for_rollouts_started_by_hand(num_gpus, count, own):
+    assert plan(machine(num_gpus=num_gpus), rollout={"count": count}).own_gpus == own
+
+
 def test_a_learner_on_the_cpu_leaves_the_gpus_to_the_rollouts():
     made = plan(machine(num_gpus=2), learner={"device": "cpu"}, rollout={"count": 2})
     assert [spec.gpus for spec in (made.learner, *made.rollouts)] == [(), ("0",), ("1",)]

@@ -42,6 +42,43 @@ def test_a_rollout_built_from_another_config_is_told_both_digests_and_never_join
         assert len(scene.control.members) == 0
 
 
+def test_a_second_process_under_the_name_of_one_that_lives_is_put_off_then_refused() -> None:
+    with Scene() as scene:
+        first = Rollout(scene, "a", pid=11)
+        scene.until("leases", lambda: len(first.leases) >= 4)
+        twin = Rollout(scene, "a", pid=12, peer="twin")
+        (put_off,) = scene.until("an answer", lambda: _said(twin, Error))
+        assert put_off.code == "refused", "the first may have died: nobody knows yet"
+        time.sleep(0.25)
+        twin.say(twin.hello)
+        told = scene.until("a refusal", lambda: _said(twin, Error)[1:])[0]
+        assert told.code == "fatal"
+        assert "a with pid 12 was refused: a#1, pid 11, has the name a and lives: choose another --name" in scene.notices
+        assert [m.pid for m in scene.control.members] == [11]
+        assert not _said(first, Error) and not twin.leases
+
+
+def test_a_process_takes_the_name_of_one_that_has_fallen_silent() -> None:
+    with Scene(make_config(transport={"heartbeat_timeout_s": 20.0})) as scene:
+        dead = Rollout(scene, "a", pid=11)
+        scene.until("leases", lambda: len(dead.leases) >= 4)
+        dead.freeze()
+        time.sleep(0.5)
+        successor = Rollout(scene, "a", pid=12, peer="successor")
+        scene.until("its leases", lambda: len(successor.leases) >= 4)
+        assert [m.pid for m in scene.control.members] == [12]
+
+
+def test_a_process_that_comes_back_over_another_connection_keeps_its_name() -> None:
+    with Scene() as scene:
+        before = Rollout(scene, "a", pid=11)
+        scene.until("leases", lambda: len(before.leases) >= 4)
+        again = Rollout(scene, "a", pid=11, peer="again")
+        scene.until("its leases again", lambda: len(again.leases) >= 4)
+        assert [m.rollout_id for m in scene.control.members] == ["a#2"]
+        assert "no rollout is left: waiting 1 s (rollout.timeout_s) for one to join" in scene.notices
+
+
 def test_a_peer_that_never_said_hello_is_told_to() -> None:
     with Scene() as scene:
         rollout = Rollout(scene, "rollout-0")

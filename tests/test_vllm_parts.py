@@ -116,6 +116,18 @@ def test_the_environment_keeps_an_engine_on_loopback_and_leaves_a_cluster_its_ow
     assert "VLLM_HOST_IP" not in remote and remote["OMP_NUM_THREADS"] == "4"
 
 
+@pytest.mark.process  # it imports vLLM
+def test_an_engine_starts_on_a_card_that_another_process_mostly_fills(tmp_path):
+    utils = pytest.importorskip("vllm.v1.worker.utils")
+    config = parse_config({"num_steps": 1, "groups_per_step": 1, "group_size": 2, "model": {"path": str(tmp_path)}})
+    arguments = vllm_setup.engine_args(config, on_cpu=False)
+    snapshot = SimpleNamespace(total_memory=24 << 30, free_memory=8 << 30, device_="cuda:0")
+    with pytest.raises(ValueError, match="less than desired GPU memory utilization"):
+        utils.request_memory(snapshot, SimpleNamespace(gpu_memory_utilization=0.92))
+    assert utils.request_memory(snapshot, arguments) < 1 << 30
+    assert arguments.kv_cache_memory_bytes == config.rollout.kv_cache_bytes
+
+
 def test_importing_the_engine_does_not_import_vllm():
     code = "import sys, async_rl.rollout.vllm_engine; sys.exit(any(m.split('.')[0] == 'vllm' for m in sys.modules))"
     assert subprocess.run([sys.executable, "-c", code], timeout=100).returncode == 0

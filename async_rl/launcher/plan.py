@@ -50,6 +50,11 @@ class Plan:
         named = [gpu for spec in (self.learner, *self.rollouts) for gpu in spec.gpus]
         return len(named) != len(set(named))
 
+    @property
+    def own_gpus(self) -> bool:
+        """Whether learner and rollouts have GPUs and share none. Of rollouts started by hand nobody knows the card."""
+        return bool(self.learner.gpus and self.rollouts) and all(r.gpus for r in self.rollouts) and not self.shares_gpu
+
 
 def make_plan(config: Config, run_dir: Path, machine: Machine) -> Plan:
     """The processes that `train` starts for this configuration on this machine."""

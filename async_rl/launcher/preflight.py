@@ -1,12 +1,11 @@
-"""What can be known about a run before anything starts: paths, ports, devices, the reward, the data set's name or file.
+"""What can be known about a run before anything starts: paths, ports, devices, memory, reward, data set.
 
-Imports config, launcher.plan and envs; loads neither model nor engine. Every complaint is a ConfigError, one sentence.
+Imports config, launcher and envs; loads neither model nor engine. Every complaint is a ConfigError, one sentence.
 """
 
 from __future__ import annotations
 
 import importlib.util
-import os
 import re
 import socket
 import tempfile
@@ -15,25 +14,13 @@ from pathlib import Path
 from async_rl.config import Config, ConfigError, DataConfig
 from async_rl.envs.base import TaskError
 from async_rl.envs.tasks import check_files
+from async_rl.launcher import memory
 from async_rl.launcher.datasets import check_dataset
+from async_rl.launcher.machine import memory_limits, model_size
 from async_rl.launcher.plan import Machine, Plan
 
 HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 NUM_PORTS = 2  # control, data
-
-
-def find_machine() -> Machine:
-    """This host as the plan sees it; counts GPUs without CUDA."""
-    cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
-    return Machine(tuple(cores), _find_gpus(), os.environ)
-
-
-def _find_gpus() -> tuple[str, ...]:
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is not None:
-        return tuple(name.strip() for name in visible.split(",") if name.strip() not in ("", "-1"))
-    devices = [p.name for p in Path("/dev").glob("nvidia[0-9]*")]
-    return tuple(str(i) for i in range(len(devices)))
 
 
 def inspect(config: Config, plan: Plan, machine: Machine, run_dir: Path) -> None:
@@ -42,6 +29,7 @@ def inspect(config: Config, plan: Plan, machine: Machine, run_dir: Path) -> None
     check_reward(config.data.reward)
     check_data(config.data)
     check_devices(config, plan, machine)
+    check_memory(config, plan, machine)
     check_ports(config)
     check_run_dir(run_dir)
 
@@ -115,6 +103,13 @@ def check_devices(config: Config, plan: Plan, machine: Machine) -> None:
         )
 
 
+def check_memory(config: Config, plan: Plan, machine: Machine) -> None:
+    """Only for a model whose size is known: one on the hub, or not made yet, is let through."""
+    size = model_size(Path(config.model.path))
+    if size is not None and (sentence := memory.problem(memory.estimate(config, plan, size), memory_limits(machine))):
+        raise ConfigError(sentence)
+
+
 def check_ports(config: Config) -> None:
     host, first = config.transport.host, config.transport.port
     try:
@@ -147,22 +142,33 @@ def check_run_dir(run_dir: Path) -> None:
         raise ConfigError(f"run_dir is {run_dir}, but {nearest} cannot be written ({e.strerror}): choose another") from None
 
 
-def summary(config: Config, plan: Plan, run_dir: Path) -> str:
+def summary(config: Config, plan: Plan, machine: Machine, run_dir: Path) -> str:
     """What would run, for a person."""
     c, recipe = config, config.model.make
     made = f" (made by the recipe '{recipe}' first)" if recipe and not Path(c.model.path).exists() else ""
-    learner = f"{c.learner.ranks} rank{'s' * (c.learner.ranks > 1)} on {_where(plan.learner.gpus, plan.learner.cores)}"
+    copies = f" in {c.learner.replicas} replicas" if c.learner.replicas > 1 else ""
+    learner = f"{c.learner.ranks} rank{'s' * (c.learner.ranks > 1)}{copies} on {_where(plan.learner.gpus, plan.learner.cores)}"
     rollouts = [f"{r.name}: {c.rollout.engine} on {_where(r.gpus, r.cores)}" for r in plan.rollouts]
+    if not rollouts:
+        rollouts = ["none: rollout.count is 0; start them by hand with `async-rl rollout RUN_DIR --name NAME`"]
     rows = [
         ("model", f"{c.model.path}{made}"),
         ("data", f"{c.data.path or c.data.dataset}, scored by {c.data.reward}"),
         ("learner", f"{learner}, {c.algorithm.advantage} + {c.algorithm.loss}, lr {c.learner.lr:g}"),
         *(("rollout", text) for text in rollouts),
+        *(("memory", text) for text in _memory(config, plan, machine)),
         ("batch", f"{c.groups_per_step} prompts x {c.group_size} answers, {c.num_steps} steps"),
         ("staleness", f"at most {c.max_staleness} versions, on_stale={c.on_stale}, in-flight updates: {c.weights.in_flight}"),
         ("run_dir", str(run_dir)),
     ]
     return "\n".join(f"  {name:<10} {text}" for name, text in rows)
+
+
+def _memory(config: Config, plan: Plan, machine: Machine) -> list[str]:
+    size = model_size(Path(config.model.path))
+    if size is None:
+        return [f"not estimated: the size of {config.model.path} is not known here yet"]
+    return memory.lines(memory.estimate(config, plan, size), memory_limits(machine))
 
 
 def _where(gpus: tuple[str, ...], cores: frozenset[int] | None) -> str:

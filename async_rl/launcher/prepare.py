@@ -21,6 +21,7 @@ import yaml
 
 from async_rl.config import Config, ConfigError, load_config, parse_config
 from async_rl.launcher import preflight
+from async_rl.launcher.machine import find_machine
 from async_rl.launcher.plan import Machine, Plan, ProcessSpec, log_path, make_plan
 
 
@@ -38,7 +39,7 @@ def prepare(config_path: str, overrides: list[str]) -> Prepared:
     """Load, check, plan; writes nothing. Raises ConfigError."""
     config = load_config(config_path, overrides)
     run_dir = Path(config.run_dir or Path("runs") / Path(config_path).stem / time.strftime("%Y%m%d-%H%M%S")).absolute()
-    machine = preflight.find_machine()
+    machine = find_machine()
     plan = make_plan(config, run_dir, machine)
     preflight.inspect(config, plan, machine, run_dir)
     return Prepared(_resolve(config, run_dir, plan), run_dir, plan, machine)
@@ -54,8 +55,7 @@ def _resolve(config: Config, run_dir: Path, plan: Plan) -> Config:
         if tree["data"][key] is not None:
             tree["data"][key] = str(Path(tree["data"][key]).absolute())
     if config.weights.backend == "auto":
-        own_gpus = bool(plan.learner.gpus) and all(r.gpus for r in plan.rollouts) and not plan.shares_gpu
-        tree["weights"]["backend"] = "nccl" if own_gpus else "gloo"
+        tree["weights"]["backend"] = "nccl" if plan.own_gpus else "gloo"
     return parse_config(tree)
 
 

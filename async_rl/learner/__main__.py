@@ -1,7 +1,8 @@
 """One learner rank: build its parts, then lead (rank 0) or follow. Started by torchrun, or alone as a single rank.
 
 Owns the order of construction, resume, and what is said at the end. Invariant: whatever ends the run, rollouts get
-END, the other ranks get END, the books are closed and checked, and `result.json` says how it ended.
+END, the other ranks get END, the books are closed and checked, and `result.json` says how it ended; a rank that has lost
+another one only ends, for the run goes on from its checkpoint.
 """
 
 from __future__ import annotations
@@ -13,7 +14,6 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
 
 from async_rl.config import Config, ConfigError, load_config
 from async_rl.data.prompts import PromptError
@@ -23,9 +23,9 @@ from async_rl.envs.text import load_tokenizer
 from async_rl.learner import LearnerError
 from async_rl.learner.checkpoint import Checkpointer
 from async_rl.learner.commands import Commands
-from async_rl.learner.failure import RunStopped
+from async_rl.learner.failure import RunStopped, lost_rank
 from async_rl.learner.lead import lead, weight_backend
-from async_rl.learner.model import hf_named_parameters, load_policy
+from async_rl.learner.model import hf_named_parameters, load_policy, make_mesh
 from async_rl.learner.optim import PolicyOptimizer
 from async_rl.learner.rank import Rank
 from async_rl.learner.signals import Stop
@@ -64,6 +64,11 @@ def main(run_dir: str) -> int:
         return 2
     except RunStopped as e:
         return e.code
+    except RuntimeError as e:
+        if not lost_rank(e):
+            raise
+        print(f"learner: rank {number} has lost another rank: {' '.join(str(e).split())[:200]}", file=sys.stderr, flush=True)
+        return 1
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
@@ -93,8 +98,7 @@ def _init_distributed(config: Config, device: torch.device) -> None:
 
 def _build(config: Config, folder: Path, device: torch.device) -> Rank:
     torch.manual_seed(config.seed)
-    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
-    policy = load_policy(config, device, mesh)
+    policy = load_policy(config, device, make_mesh(config.learner, device))
     optimizer = PolicyOptimizer(policy, config.learner, config.num_steps * config.algorithm.num_minibatches)
     group = dist.new_group(backend="gloo", timeout=timedelta(seconds=config.learner.step_timeout_s))
     assert isinstance(group, dist.ProcessGroup)

@@ -176,13 +176,13 @@ class ControlPlane:
         for what, (mine, theirs) in ours.items():
             if mine != theirs:
                 text = f"{hello.name} was refused: its {what} is {theirs}, the learner's is {mine}"
-                self.say(peer, Error(code="fatal", text=text))
-                self.events["refused_hello"] += 1
-                if rare(self.events["refused_hello"]):
-                    self.notice(text)
+                self._refuse(peer, Error(code="fatal", text=text))
                 return
-        predecessor = self.members.named(hello.name)
-        if predecessor is not None:
+        objection = self.members.objection(hello, now, self.config.transport.heartbeat_s)
+        if objection is not None:
+            self._refuse(peer, objection)
+            return
+        if (predecessor := self.members.named(hello.name)) is not None:
             self._remove(predecessor, "replaced by a new connection", now)
         member = self.members.join(peer, hello, now)
         welcome = Welcome(
@@ -194,6 +194,12 @@ class ControlPlane:
         self.say(peer, welcome)
         self.events["joined"] += 1
         self.notice(f"{member.rollout_id} joined")
+
+    def _refuse(self, peer: Peer, error: Error) -> None:
+        self.say(peer, error)
+        self.events["refused_hello"] += error.code == "fatal"
+        if error.code == "fatal" and rare(self.events["refused_hello"]):
+            self.notice(error.text)
 
     def _delivered(self, event: Delivered, now: float) -> None:
         group = event.group
@@ -362,9 +368,10 @@ class ControlPlane:
         returned = self.ledger.leave(member.rollout_id, now)
         if self.evaluation is not None:
             self.evaluation.give_back(sorted(member.evaluating))
-        if not any(m.live for m in self.members):
-            self._alone_since = now
         self.notice(f"{member.rollout_id} {why} ({len(returned)} groups leased again)")
+        if member.live and not any(m.live for m in self.members):
+            self._alone_since = now
+            self.notice(f"no rollout is left: waiting {self.config.rollout.timeout_s:g} s (rollout.timeout_s) for one to join")
         self.changed.notify_all()
 
     def committed(self, member: Member, version: int) -> None:

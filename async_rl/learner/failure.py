@@ -1,6 +1,8 @@
-"""Why a run ends early: an exit code and one sentence."""
+"""Why a run ends early: an exit code and one sentence. Imports torch only."""
 
 from __future__ import annotations
+
+import torch.distributed as dist
 
 
 class RunFailed(Exception):
@@ -17,3 +19,9 @@ class RunStopped(Exception):
     def __init__(self, code: int, sentence: str) -> None:
         super().__init__(sentence)
         self.code = code
+
+
+def lost_rank(error: Exception) -> bool:
+    """Whether a collective of the learner's ranks failed, which is how the death of one shows on the others."""
+    several = dist.is_initialized() and dist.get_world_size() > 1
+    return several and isinstance(error, RuntimeError) and (isinstance(error, dist.DistError) or "gloo/" in str(error))

@@ -1,6 +1,7 @@
 """Rank 0's life: data, ledger, sockets and threads around the trainer, and the closing of the books.
 
-Invariant: however the training ends, END goes out, the ledger is closed and its balance decides the exit code.
+Invariant: however the training ends, END goes out, the ledger is closed and its balance decides the exit code. Only a
+life cut short by the loss of another rank says nothing: the next life resumes, and finds the rollouts waiting for it.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from async_rl.learner import LearnerError
 from async_rl.learner.best import Best
 from async_rl.learner.commands import Code
 from async_rl.learner.control import ControlPlane, Identity
-from async_rl.learner.failure import RunFailed, RunStopped
+from async_rl.learner.failure import RunFailed, RunStopped, lost_rank
 from async_rl.learner.progress import Progress
 from async_rl.learner.publish import Publisher
 from async_rl.learner.rank import Rank
@@ -49,6 +50,8 @@ def lead(config: Config, folder: Path, rank: Rank, tasks: Tasks, checkpoint: byt
     progress = Progress(config, folder, identity.incarnation, version if state else None, decode)
     ledger, prompts = _data(config, tasks, identity.incarnation, state)
     _announce(progress, tasks, identity, version, bool(state))
+    if config.rollout.count == 0:
+        progress.notice(f"rollout.count is 0: start rollouts by hand with `async-rl rollout {folder} --name NAME`")
     transport = config.transport
     hub = ZmqHub(
         transport.host,
@@ -91,19 +94,22 @@ def lead(config: Config, folder: Path, rank: Rank, tasks: Tasks, checkpoint: byt
 
 
 def _train(trainer: Trainer) -> tuple[int, str, str]:
-    """(exit code, status, reason)."""
+    """(exit code, status, reason). Raises what a lost rank makes of a collective."""
     try:
-        trainer.run()
+        try:
+            trainer.run()
+        except RunStopped as e:
+            return _save_at_stop(trainer, e)
         if trainer.reached:
             return 0, "finished", f"{trainer.reached} after {trainer.version} of {trainer.config.num_steps} steps"
         return 0, "finished", f"{trainer.version} steps done"
-    except RunStopped as e:
-        return _save_at_stop(trainer, e)
     except RunFailed as e:
         return e.code, "failed", str(e)
     except KeyboardInterrupt:
         return 130, "stopped", "stopped by a second SIGINT, without a checkpoint"
     except Exception as e:
+        if lost_rank(e):
+            raise
         log.exception("training failed")
         return 1, "failed", f"{type(e).__name__}: {e}"
 
@@ -168,7 +174,8 @@ def weight_backend(config: Config) -> Literal["gloo", "nccl"]:
     if config.weights.backend != "auto":
         return config.weights.backend
     cards = 0 if config.learner.device == "cpu" else torch.cuda.device_count()
-    return "nccl" if cards >= config.learner.ranks + config.rollout.count else "gloo"
+    count = config.rollout.count  # 0: rollouts started by hand, wherever they are
+    return "nccl" if count and cards >= config.learner.ranks + count else "gloo"
 
 
 def _next_incarnation(folder: Path) -> int:

@@ -13,10 +13,10 @@ from pathlib import Path
 import torch
 import transformers
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-from async_rl.config import Config, ModelConfig
+from async_rl.config import Config, LearnerConfig, ModelConfig
 from async_rl.learner import LearnerError
 from async_rl.learner.logprobs import token_logprobs
 
@@ -76,6 +76,15 @@ def load_policy(config: Config, device: torch.device, mesh: DeviceMesh | None) -
     policy = PolicyModel(hf, config.learner.logprob_chunk_tokens)
     _check_scoring(policy, config.model.path)
     return shard(policy, device, mesh)
+
+
+def make_mesh(config: LearnerConfig, device: torch.device) -> DeviceMesh:
+    """All ranks: one dimension to shard over, or two (HSDP): copies, and the shards of each copy. Collective."""
+    if config.replicas == 1:
+        return init_device_mesh(device.type, (config.ranks,))
+    return init_device_mesh(
+        device.type, (config.replicas, config.ranks // config.replicas), mesh_dim_names=("replicate", "shard")
+    )
 
 
 def shard(policy: PolicyModel, device: torch.device, mesh: DeviceMesh | None) -> PolicyModel:

@@ -34,6 +34,9 @@ FOREIGN_PREFIX = "TORCHELASTIC_"
 # Imported before the fork, so that the core inherits them instead of importing them once more.
 PREIMPORT = ("vllm.v1.engine.core", "vllm.v1.executor.uniproc_executor", "async_rl.weights.engine")
 PREIMPORT_CPU = ("vllm.v1.worker.cpu_worker",)
+# vLLM refuses a GPU of which less than this share is free, although an explicit KV cache makes it ignore the share
+# afterwards; its default of 0.92 would refuse every card that the learner, or another rollout, is using.
+MUST_BE_FREE = 0.01
 
 _forking_core = False
 _hook_registered = False
@@ -107,6 +110,7 @@ def engine_args(config: Config, on_cpu: bool) -> Any:
         max_num_seqs=config.rollout.max_num_seqs,
         max_num_batched_tokens=max(2048, max_model_len, config.rollout.max_num_seqs),
         kv_cache_memory_bytes=config.rollout.kv_cache_bytes,
+        gpu_memory_utilization=MUST_BE_FREE,
         enable_prefix_caching=True,
         # A seeded request whose prompt is split over two steps kills the core on a CPU.
         enable_chunked_prefill=not on_cpu,

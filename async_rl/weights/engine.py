@@ -66,7 +66,7 @@ class AsyncRLTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         old = self.receiver
         if old is None or old.spec != spec or old.manifest.digest != manifest.digest:
             self.shutdown()
-            self.receiver = Receiver(spec, manifest)
+            self.receiver = Receiver(spec, manifest, pinned=next(self.model.parameters()).is_cuda)
         assert self.receiver is not None
         self.receiver.post()
 

@@ -21,10 +21,11 @@ from async_rl.weights.manifest import Bucket, Manifest
 class Receiver:
     """One member of one membership. `post` for each version, then `wait` (or `arrived`), then `tensors`."""
 
-    def __init__(self, spec: GroupSpec, manifest: Manifest) -> None:
-        """Starts nothing; the first `post` joins the group."""
+    def __init__(self, spec: GroupSpec, manifest: Manifest, pinned: bool = False) -> None:
+        """Starts nothing; the first `post` joins the group. `pinned`: staging on the host is read by a GPU."""
         self.spec = spec
         self.manifest = manifest
+        self._pinned = pinned and spec.device.type == "cpu"
         self._staging: torch.Tensor | None = None
         self._group: WeightGroup | None = None
         self._thread: threading.Thread | None = None
@@ -96,7 +97,9 @@ class Receiver:
 
     def _receive(self) -> list[str]:
         if self._staging is None:
-            self._staging = torch.empty(self.manifest.num_bytes, dtype=torch.uint8, device=self.spec.device)
+            self._staging = torch.empty(
+                self.manifest.num_bytes, dtype=torch.uint8, device=self.spec.device, pin_memory=self._pinned
+            )
         staging = self._staging
         if self._group is None:
             self._group = WeightGroup(self.spec)

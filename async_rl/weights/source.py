@@ -32,7 +32,7 @@ class WeightSource:
     ) -> None:
         """`named`: (name, Tensor or DTensor); the same tensor under a second name is a tie and is not sent again.
         Floating tensors travel as `dtype`, others as they are. `root`: whether this rank keeps the bytes.
-        `device`: where buckets lie, the GroupSpec's device (default CPU)."""
+        `device`: where buckets lie, the GroupSpec's device (default CPU); pinned there when the tensors are on a GPU."""
         self._tensors: list[torch.Tensor] = []
         specs: list[TensorSpec] = []
         ties: dict[str, str] = {}
@@ -51,6 +51,7 @@ class WeightSource:
         self.manifest = Manifest.from_dict(Manifest(tuple(specs), bucket_bytes, ties).to_dict())
         self._root = root
         self._device = device or torch.device("cpu")
+        self._pinned = self._device.type == "cpu" and any(tensor.is_cuda for tensor in self._tensors)
         self._buffers: list[torch.Tensor] = []
         self._current: tuple[int, torch.Tensor] | None = None  # the tensor last gathered: the next bucket may go on with it
         self._sums: dict[int, int] = {}
@@ -88,7 +89,9 @@ class WeightSource:
         if not self._buffers:
             size = min(self.manifest.bucket_bytes, self.manifest.num_bytes)
             count = min(2, len(self.manifest.buckets))
-            self._buffers = [torch.empty(size, dtype=torch.uint8, device=self._device) for _ in range(count)]
+            self._buffers = [
+                torch.empty(size, dtype=torch.uint8, device=self._device, pin_memory=self._pinned) for _ in range(count)
+            ]
         return self._buffers[k % 2]
 
     def _full(self, i: int) -> torch.Tensor:
