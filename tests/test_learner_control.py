@@ -109,7 +109,7 @@ def test_a_member_silent_in_a_phase_is_expelled_and_the_publish_completes_on_the
 
 
 def test_a_rollout_that_keeps_the_others_waiting_again_and_again_is_told_to_exit() -> None:
-    with Scene() as scene:
+    with Scene(make_config(transport={"heartbeat_timeout_s": 20.0})) as scene:  # it is not for silence that it is expelled
         good = Rollout(scene, "good")
         scene.until("good serving", lambda: len(good.leases) >= 4)
         for attempt in range(3):
