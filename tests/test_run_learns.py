@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from .runs import assert_books_balance, train
+from .runs import assert_books_balance, random_model, rollout, train
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(900)]
 
@@ -41,6 +41,35 @@ def test_three_seeds_reach_93_percent_within_five_minutes(seed: int, tmp_path: P
     assert result["eval_last"] >= 0.93
     assert seconds < 300, "warm-up, engine start and training on two idle cores"
     assert_books_balance(result, trained=160 * 16)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_two_ranks_and_two_rollouts_get_there_though_one_is_killed_and_another_joins_late(tmp_path: Path) -> None:
+    with train(tmp_path, f"model.path={tmp_path / 'tiny'}", "learner.ranks=2", "rollout.count=2") as run:
+        run.wait_until("step 20", lambda: len(run.steps()) >= 20, 900)
+        (victim,) = run.pids("async_rl.rollout", "rollout-1")
+        os.kill(victim, signal.SIGKILL)
+        run.wait_until("step 40", lambda: len(run.steps()) >= 40, 600)
+        with rollout(run, "late"):
+            result = run.finish(1200)
+    assert "late#" in run.text() and "rollout-1#" in run.text()
+    assert result["eval_last"] >= 0.93
+    assert result["lag_max"] <= 2
+    assert_books_balance(result, trained=160 * 16)
+
+
+def test_a_synchronous_run_with_the_same_seed_writes_the_same_metrics_byte_for_byte(tmp_path: Path) -> None:
+    written = []
+    for name in ("first", "second"):
+        (tmp_path / name).mkdir()
+        model = f"model.path={random_model(tmp_path / name / 'random')}"
+        with train(tmp_path / name, model, "max_staleness=0", "num_steps=6", "eval.every=3", "eval.draws=64") as run:
+            run.finish(300)
+        files = [run.run_dir / "metrics.jsonl", *sorted((run.run_dir / "samples").glob("*.jsonl"))]
+        written.append({path.name: path.read_bytes() for path in files})
+    assert written[0] == written[1]
+    assert len(written[0]) == 4, "metrics, and the samples of three evaluations"
 
 
 @pytest.mark.slow

@@ -50,11 +50,11 @@ def first_integer(prompt: str, answer: str, *, target: str | int, **_: Any) -> f
 
 
 def graded_integer(prompt: str, answer: str, *, target: str | int, **_: Any) -> dict[str, float]:
-    """1.0 when the first integer in the answer is the target, at most 0.25 when it is another, less the farther off, 0.0
-    without one. `exact` tells only the first apart."""
+    """1.0 when the first integer in the answer is the target, 0.2 when it is one off, less the farther off, 0.0 without one.
+    `exact` tells only the first apart."""
     found = re.search(r"-?\d{1,9}", answer)
     off = abs(int(found.group()) - int(target)) if found else None
-    return {"score": 0.0 if off is None else 1.0 if off == 0 else 0.5 / (1 + off), "exact": float(off == 0)}
+    return {"score": 0.0 if off is None else 1.0 if off == 0 else 0.2 / off, "exact": float(off == 0)}
 
 
 def require_module(reward: str) -> None:
