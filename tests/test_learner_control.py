@@ -123,7 +123,7 @@ def test_a_group_that_no_honest_rollout_would_send_is_refused_by_name_and_leased
     with Scene() as scene:
         rollout = Rollout(scene, "rollout-0")
         scene.until("leases", lambda: len(rollout.leases) >= 4)
-        scene.control.vocab_size = 3 if reason == "token_out_of_vocabulary" else 1000
+        scene.control.screen.vocab_size = 3 if reason == "token_out_of_vocabulary" else 1000
         rollout.deliver(rollout.leases[0], [0] * (5 if reason == "token_out_of_vocabulary" else 9))
         (ack,) = scene.until("ack", lambda: _said(rollout, Ack))
         assert (ack.outcome, ack.reason) == ("refused", reason)
@@ -189,7 +189,7 @@ def test_when_every_group_fails_the_run_is_hopeless_and_says_why() -> None:
         for done in range(8):  # max_refill 4 times 2 groups per step
             lease = scene.until("lease", lambda done=done: len(rollout.leases) > done and rollout.leases[done])
             rollout.deliver(lease, [0], rewards=(math.nan, math.nan))
-        scene.until("all counted", lambda: scene.control.failed_in_a_row == 8)
+        scene.until("all counted", lambda: scene.control.screen.failed_in_a_row == 8)
         with pytest.raises(RunFailed, match="unscorable"):
             scene.control.raise_if_hopeless(time.monotonic())
 

@@ -14,7 +14,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-from async_rl.algorithms import filters
 from async_rl.config import Config
 from async_rl.data.evaluation import Evaluation, sampled_by
 from async_rl.data.ledger import Ledger
@@ -22,6 +21,7 @@ from async_rl.data.prompts import PromptStream
 from async_rl.learner.failure import RunFailed
 from async_rl.learner.leases import evaluation_lease, training_lease
 from async_rl.learner.members import Member, Members
+from async_rl.learner.screen import Screen
 from async_rl.observability.log import get_logger, rare
 from async_rl.transport.base import Delivered, Event, Hub, Peer
 from async_rl.transport.messages import (
@@ -73,14 +73,12 @@ class ControlPlane:
     ) -> None:
         self.config, self.hub, self.ledger, self.prompts = config, hub, ledger, prompts
         self.identity, self.resumed_version, self.notice = identity, resumed_version, notice
-        self.vocab_size = vocab_size  # ids below it can be scored
         self.changed = threading.Condition(threading.RLock())
         self.members = Members()
         self.evaluation: Evaluation | None = None
         self.replies: dict[tuple[str, int], dict[str, Reply]] = {}  # (kind, membership) -> rollout id -> reply
         self.events: Counter[str] = Counter()  # joins, expulsions, unscorable groups, ...: what the metrics report
-        self.last_reward_error = ""
-        self.failed_in_a_row = 0  # groups dropped as unscorable since the last good one
+        self.screen = Screen(config, vocab_size, ledger, self.events)
         self.failure: BaseException | None = None
         self._alone_since = time.monotonic()
         self._ever_live = False
@@ -209,7 +207,7 @@ class ControlPlane:
         if group.split == "eval":
             outcome, reason = self._evaluated(group, member)
         else:
-            unfit = self._unfit(group)
+            unfit = self.screen.unfit(group)
             verdict = self.ledger.refuse(group, unfit, now) if unfit else self.ledger.accept(group, event.num_bytes, now)
             outcome, reason = verdict.outcome, verdict.reason
             if verdict.cancel is not None:
@@ -217,7 +215,7 @@ class ControlPlane:
             if member is not None:
                 member.held.discard(group.group_id)
             if outcome == "accepted":
-                self._screen(group)
+                self.screen.sift(group)
         if member is not None:
             ack = Ack(group_id=group.group_id, attempt=group.attempt, outcome=outcome, reason=reason)
             self.say(member.peer, ack)
@@ -225,34 +223,6 @@ class ControlPlane:
             self.events[f"refused/{reason}"] += 1
             if rare(self.events[f"refused/{reason}"]):
                 log.warning("refused group %d of %s: %s", group.group_id, group.rollout_id, reason)
-
-    def _unfit(self, group: Group) -> str:
-        """What no honest rollout would send, whoever sends it: the reason, or ""."""
-        if len(group.trajectories) != self.config.group_size:
-            return "group_size"
-        if any(t.num_tokens > self.config.rollout.max_new_tokens for t in group.trajectories):
-            return "too_long"
-        if any(int(t.token_ids.max(initial=0)) >= self.vocab_size for t in group.trajectories):
-            return "token_out_of_vocabulary"
-        return ""
-
-    def _screen(self, group: Group) -> None:
-        """Drop at once what no batch can use, so that its slot is free again."""
-        reasons = [filters.valid(t) for t in group.trajectories]
-        rewards = [t.reward for t, why in zip(group.trajectories, reasons, strict=True) if not why]
-        for trajectory, why in zip(group.trajectories, reasons, strict=True):
-            if why:
-                self.events[f"invalid/{why}"] += 1
-                self.last_reward_error = trajectory.error or why
-        if len(rewards) < 2:
-            self.ledger.drop([group.group_id], "failed")
-            self.events["groups_dropped_unscorable"] += 1
-            self.failed_in_a_row += 1
-            return
-        self.failed_in_a_row = 0
-        refill = self.config.algorithm.zero_variance == "refill" and filters.zero_variance(rewards)
-        if refill and self.ledger.may_filter():
-            self.ledger.drop([group.group_id], "filtered")
 
     # ---- what goes out
 
@@ -385,10 +355,9 @@ class ControlPlane:
         if self.failure is not None:
             raise RunFailed(1, f"the learner's control thread died: {self.failure!r}")
         limit = self.config.algorithm.max_refill * self.config.groups_per_step
-        if self.failed_in_a_row >= limit:
-            raise RunFailed(
-                4, f"all of the last {self.failed_in_a_row} groups were unscorable, last error: {self.last_reward_error}"
-            )
+        if self.screen.failed_in_a_row >= limit:
+            what = f"all of the last {self.screen.failed_in_a_row} groups were unscorable"
+            raise RunFailed(4, f"{what}, last error: {self.screen.last_error}")
         if any(m.live for m in self.members):
             return
         key = "timeout_s" if self._ever_live else "start_timeout_s"
