@@ -71,6 +71,10 @@ def _learning(c: Config) -> Rules:
 def _places(c: Config) -> Rules:
     return [
         (
+            c.transport.host in ("0.0.0.0", "::", "*", ""),
+            f"transport.host is '{c.transport.host}', which no rollout could connect to: give the address of one interface",
+        ),
+        (
             not c.transport.insecure and not c.transport.host.startswith(LOOPBACK),
             f"transport.host is {c.transport.host}, beyond loopback without keys: keep 127.0.0.1, or set "
             "transport.insecure=true on a network you trust",

@@ -152,6 +152,11 @@ def test_an_override_that_is_no_yaml_is_named_not_the_file(override):
     assert str(refusal.value).startswith(f"override '{override}' cannot be read")
 
 
+def test_an_address_that_stands_for_all_is_refused_whatever_is_allowed():
+    with pytest.raises(ConfigError, match=r"transport.host is '0.0.0.0', which no rollout could connect to"):
+        load_config(ROOT / "configs" / "quickstart.yaml", ["transport.host=0.0.0.0", "transport.insecure=true"])
+
+
 def test_a_folder_is_no_config_file(tmp_path):
     with pytest.raises(ConfigError, match="is no regular file"):
         load_config(tmp_path)
