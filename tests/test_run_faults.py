@@ -25,14 +25,6 @@ def _version(run: Run) -> int:
     return steps[-1]["version"] if steps else 0
 
 
-def test_without_staleness_every_token_has_lag_zero(tmp_path: Path, model: str) -> None:
-    with train(tmp_path, *TOY, model, "num_steps=5", "max_staleness=0") as run:
-        result = run.finish(120)
-    assert result["lag_max"] == 0
-    assert result["lag_hist"][1:] == [0] * (len(result["lag_hist"]) - 1)
-    assert_books_balance(result, trained=20)
-
-
 def test_a_rollout_killed_mid_group_costs_nothing_but_time(tmp_path: Path, model: str) -> None:
     with train(tmp_path, *TOY, model, "num_steps=25", "rollout.count=2", "learner.threads=1") as run:
         run.wait_until("version 3", lambda: _version(run) >= 3, 120)

@@ -64,8 +64,9 @@ def test_a_synchronous_run_with_the_same_seed_writes_the_same_metrics_byte_for_b
     for name in ("first", "second"):
         (tmp_path / name).mkdir()
         model = f"model.path={random_model(tmp_path / name / 'random')}"
-        with train(tmp_path / name, model, "max_staleness=0", "num_steps=6", "eval.every=3", "eval.draws=64") as run:
-            run.finish(300)
+        with train(tmp_path / name, model, "max_staleness=0", "num_steps=4", "eval.every=2", "eval.draws=64") as run:
+            result = run.finish(300)
+        assert result["lag_max"] == 0
         files = [run.run_dir / "metrics.jsonl", *sorted((run.run_dir / "samples").glob("*.jsonl"))]
         written.append({path.name: path.read_bytes() for path in files})
     assert written[0] == written[1]

@@ -70,6 +70,7 @@ def test_without_rollouts_of_its_own_a_run_waits_for_those_started_by_hand(tmp_p
     assert_books_balance(result, trained=160)
 
 
+@pytest.mark.slow
 def test_leases_follow_free_slots_so_a_fast_rollout_does_more_and_a_slow_one_is_waited_for(tmp_path: Path, model: str) -> None:
     with train(tmp_path, *BY_HAND, model, "num_steps=40", "rollout.num_slots=2", "eval.draws=0") as run:
         with rollout(run, "slow", token_delay_s=0.25) as slow:
