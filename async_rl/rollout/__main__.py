@@ -12,6 +12,7 @@ import asyncio
 import json
 import logging
 import os
+import re
 import signal
 import sys
 import threading
@@ -35,7 +36,7 @@ from async_rl.rollout.toy_engine import ToyEngine
 from async_rl.rollout.vllm_engine import VllmEngine
 from async_rl.rollout.worker import Worker
 from async_rl.transport.base import Link, TransportError
-from async_rl.transport.messages import PROTOCOL, Hello
+from async_rl.transport.messages import NAME, PROTOCOL, Hello
 from async_rl.transport.zmq import ZmqLink
 
 log = get_logger(__name__)
@@ -81,6 +82,8 @@ def _raise_stopped(number: int, frame: FrameType | None) -> None:
 
 
 def _run(run_dir: Path, name: str) -> Outcome:
+    if not re.match(NAME, name):
+        raise ConfigError(f"--name is '{name}': use letters, digits, dots and dashes, at most 64")
     config = load_config(run_dir / "config.yaml")
     run_id = _run_id(run_dir / "run.json")
     setup_logging(name, None, config.observe.log_level)

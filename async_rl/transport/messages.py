@@ -13,6 +13,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, FailFast, Field, Typ
 from async_rl.types import Split
 
 PROTOCOL = 2
+NAME = r"^[\w.-]{1,64}$"  # of a rollout
 
 Count = Annotated[int, Field(ge=0, lt=2**63)]
 
@@ -38,7 +39,7 @@ class Hello(Message):
     run_id: Text
     config_digest: Text
     tokenizer_digest: Text
-    name: Annotated[str, Field(pattern=r"^[\w.-]{1,64}$")]  # stable over reconnects, e.g. "rollout-0"
+    name: Annotated[str, Field(pattern=NAME)]  # stable over reconnects, e.g. "rollout-0"
     num_slots: Annotated[int, Field(ge=1, le=4096)]
     num_workers: Annotated[int, Field(ge=1, le=4096)] = 1  # engine ranks that join the weight group
     pid: Count = 0
