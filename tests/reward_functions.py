@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import os
 import time
@@ -36,6 +37,13 @@ def exits(prompt: str, answer: str, **_: Any) -> float:
     if answer == "exit":
         os._exit(7)
     return 1.0
+
+
+def ends_with(prompt: str, answer: str, **_: Any) -> float:
+    """Raises what is not even an Exception, by name."""
+    raise {"exit": SystemExit(0), "stop": KeyboardInterrupt(), "cancel": asyncio.CancelledError(), "base": BaseException("x")}[
+        answer
+    ]
 
 
 def pid(prompt: str, answer: str, **_: Any) -> int:

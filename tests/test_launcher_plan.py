@@ -11,7 +11,7 @@ from async_rl.config import ConfigError, DataConfig, load_config, parse_config
 from async_rl.launcher import preflight
 from async_rl.launcher.datasets import check_dataset
 from async_rl.launcher.plan import Machine, make_plan
-from async_rl.launcher.prepare import claim, install_model, model_recipe, prepare, unfinished
+from async_rl.launcher.prepare import Before, claim, install_model, model_recipe, prepare, unfinished
 
 ROOT = Path(__file__).parent.parent
 QUICKSTART = ROOT / "configs" / "quickstart.yaml"
@@ -197,6 +197,28 @@ def test_the_data_files_of_a_run_are_named_from_the_root(tmp_path, monkeypatch):
         (tmp_path / name).write_text('{"prompt": "1+2="}')
     made = prepare(str(QUICKSTART), ["data.path=sums.jsonl", "data.heldout_path=other.jsonl", "data.prompt=null"]).config
     assert (made.data.path, made.data.heldout_path) == (str(tmp_path / "sums.jsonl"), str(tmp_path / "other.jsonl"))
+
+
+def test_what_a_folder_said_can_be_put_back_when_the_next_run_is_refused(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    claim(prepare(str(QUICKSTART), ["run_dir=out"]))[0].close()
+    out = tmp_path / "out"
+    (out / "result.json").write_text('{"status": "finished", "policy_version": 1}')
+    said = {name: (out / name).read_bytes() for name in ("config.yaml", "result.json")}
+    before = Before(out)
+    claim(prepare(str(QUICKSTART), ["run_dir=out", "seed=7"]))[0].close()
+    assert (out / "config.yaml").read_bytes() != said["config.yaml"] and not (out / "result.json").exists()
+    before.put_back()
+    assert {name: (out / name).read_bytes() for name in said} == said
+
+
+@pytest.mark.parametrize("content", ["{", "[]", '{"run": 1}', "\0"])
+def test_a_folder_whose_run_has_lost_its_name_is_refused(tmp_path, monkeypatch, content):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "run.json").write_text(content)
+    with pytest.raises(ConfigError, match=r"run.json is damaged"):
+        claim(prepare(str(QUICKSTART), ["run_dir=out"]))
 
 
 def test_a_model_is_made_beside_its_place_and_moved_there_when_it_is_whole(tmp_path, monkeypatch):

@@ -122,6 +122,12 @@ def test_the_last_accuracy_never_counts_the_evaluation_before_the_first_step() -
     assert summarize(evals[:1], {})["eval_last"] == 0.3
 
 
+def test_a_run_that_went_on_with_another_bound_and_lost_a_row_of_timing_has_a_result() -> None:
+    row = {"version": 1, "reward/mean": 0.5, "batch/num_tokens": 4, "batch/num_samples": 2, "lag/mean": 0.0, "lag/max": 0}
+    result = summarize([row | {"lag/hist": [4, 0, 0, 0], "time/step_s": 2.0}, row | {"lag/hist": [4, 0]}], {})
+    assert result["lag_hist"] == [8, 0, 0, 0] and result["steps_s"] == 2.0
+
+
 def test_a_run_that_ended_before_its_first_step_has_a_result_too() -> None:
     result = summarize([], {"balanced": True})
     assert result["steps"] == 0

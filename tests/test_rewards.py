@@ -94,6 +94,7 @@ def test_one_number_in_any_dress_is_a_score(value: Any) -> None:
         (np.array([1.0]), "ndarray"),
         ({"value": 1}, "value"),
         ({"score": "1"}, "str"),
+        ({"score": 1, "a\ud800": 1.0}, "under the name"),
         (math.nan, "nan"),
         (-math.inf, "-inf"),
         (1j, "complex"),
@@ -195,6 +196,17 @@ def test_a_function_that_ends_its_process_costs_one_answer() -> None:
     assert math.isnan(exited.reward)
     assert "code 7" in exited.error
     assert after == Scored(1.0)
+
+
+def test_what_is_not_even_an_exception_costs_one_answer_and_not_the_rollout() -> None:
+    async def run(scorer: RewardPool) -> list[Scored]:
+        return [await scorer.score(prompt(), kind) for kind in ("exit", "stop", "cancel", "base")]
+
+    with pool("ends_with") as scorer:
+        found = asyncio.run(run(scorer))
+    assert all(math.isnan(scored.reward) for scored in found)
+    names = ("SystemExit", "KeyboardInterrupt", "CancelledError", "BaseException")
+    assert all(name in scored.error for name, scored in zip(names, found, strict=True))
 
 
 def test_after_twenty_timeouts_the_pool_has_as_many_children_as_before() -> None:

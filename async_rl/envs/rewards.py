@@ -165,12 +165,20 @@ def _number(value: Any) -> float | None:
 
 
 def _too_many(scores: dict[str, float]) -> str:
-    long = [name for name in scores if not 0 < len(name.encode(errors="replace")) <= MAX_SCORE_NAME_BYTES]
-    if long:
-        return f"returned a score under the name '{long[0][:80]}': a name takes 1 to {MAX_SCORE_NAME_BYTES} bytes"
+    odd = [
+        name
+        for name in scores
+        if not 0 < len(name.encode(errors="surrogatepass")) <= MAX_SCORE_NAME_BYTES or not _sendable(name)
+    ]
+    if odd:
+        return f"returned a score under the name {ascii(odd[0])[:80]}: a name takes 1 to {MAX_SCORE_NAME_BYTES} bytes of text"
     if len(scores) > MAX_SCORES:
         return f"returned {len(scores)} scores beside the reward: {MAX_SCORES} may be logged, leave out the others"
     return ""
+
+
+def _sendable(name: str) -> bool:
+    return all(not 0xD800 <= ord(c) < 0xE000 for c in name)  # half a surrogate pair is no text
 
 
 _loaded: dict[str, Callable[..., Any]] = {}
@@ -195,7 +203,7 @@ def _load_in_worker(reward: str) -> str:
         _load(reward)
     except ModuleNotFoundError as e:
         return f"{_one_line(e)}; {WHERE}"
-    except Exception as e:  # a user's module may raise anything on import
+    except BaseException as e:  # a user's module may raise anything on import, also SystemExit
         return f"{type(e).__name__}: {_one_line(e)}"
     return ""
 
@@ -206,7 +214,7 @@ def _score_in_worker(reward: str, text: str, answer: str, fields: dict[str, Any]
         if inspect.isawaitable(value):
             value = asyncio.run(_wait(value))
         scored = as_score(value)
-    except Exception as e:  # the user's code
+    except BaseException as e:  # the user's code, which may also call sys.exit: that ends one answer, not the rollout
         return Scored(math.nan, f"reward {reward} raised {type(e).__name__}: {_one_line(e)}")
     return scored._replace(error=f"reward {reward} {scored.error}") if scored.error else scored
 

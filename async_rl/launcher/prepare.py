@@ -78,6 +78,7 @@ def claim(prepared: Prepared) -> tuple[IO[str], str]:
         lock.close()
         raise ConfigError(f"run_dir is {run_dir}, where another run is at work: choose another, or wait for it") from None
     try:
+        _check_run_id(run_dir / "run.json")
         news = _news(prepared)
     except ConfigError:
         lock.close()
@@ -89,12 +90,34 @@ def claim(prepared: Prepared) -> tuple[IO[str], str]:
     return lock, news
 
 
+class Before:
+    """What a run folder says of its last run, to be put back when the next one is refused before it has begun."""
+
+    NAMES = ("config.yaml", "result.json")
+
+    def __init__(self, run_dir: Path) -> None:
+        self._files = {run_dir / name: (run_dir / name).read_bytes() for name in self.NAMES if (run_dir / name).is_file()}
+
+    def put_back(self) -> None:
+        for path, content in self._files.items():
+            path.write_bytes(content)
+
+
+def _check_run_id(path: Path) -> None:
+    try:
+        known = not path.exists() or isinstance(json.loads(path.read_text())["run_id"], str)
+    except (OSError, ValueError, KeyError, TypeError):
+        known = False
+    if not known:
+        raise ConfigError(f"{path} is damaged, so the run that the folder holds has no name: choose another run_dir")
+
+
 def _news(prepared: Prepared) -> str:
     """How this run goes on with what the folder holds."""
     run_dir, config = prepared.run_dir, prepared.config
     try:
         result = json.loads((run_dir / "result.json").read_text())
-        done = result["policy_version"] if result["status"] == "finished" else 0
+        done = int(result["policy_version"]) if result["status"] == "finished" else 0
     except (OSError, ValueError, KeyError, TypeError):
         done = 0
     if config.checkpoint.resume and done >= config.num_steps:
@@ -103,7 +126,7 @@ def _news(prepared: Prepared) -> str:
         )
     try:
         before = parse_config(yaml.safe_load((run_dir / "config.yaml").read_text()))
-    except (OSError, yaml.YAMLError, ConfigError):
+    except (OSError, ValueError, yaml.YAMLError, ConfigError):
         return ""
     old, new = _flat(before.model_dump(mode="json")), _flat(config.model_dump(mode="json"))
     changed = [f"{key} {old[key]} -> {new[key]}" for key in new if key != "run_dir" and old.get(key) != new[key]]

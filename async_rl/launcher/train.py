@@ -22,7 +22,7 @@ from pathlib import Path
 from types import FrameType
 
 from async_rl.launcher.plan import ProcessSpec
-from async_rl.launcher.prepare import Prepared, claim, install_model, model_recipe, prepare, unfinished
+from async_rl.launcher.prepare import Before, Prepared, claim, install_model, model_recipe, prepare, unfinished
 from async_rl.launcher.processes import Child, Pipes, end_all, own_children
 from async_rl.observability.process import adopt_orphans
 
@@ -43,6 +43,7 @@ def train(config_path: str, overrides: list[str]) -> int:
 
 def run(prepared: Prepared) -> int:
     """Claim the run folder, make the model if need be, supervise, print the result; returns the exit code."""
+    before = Before(prepared.run_dir)
     lock, news = claim(prepared)
     with lock:
         _say(f"run_dir {_short(prepared.run_dir)}{news}")
@@ -52,7 +53,9 @@ def run(prepared: Prepared) -> int:
             if code == 0:
                 code = Supervisor(prepared, signals).run()
     result = prepared.run_dir / "result.json"
-    if result.exists():
+    if code == EXIT_CONFIG and not result.exists():
+        before.put_back()
+    elif result.exists():
         print(" ".join(result.read_text().split("\n")).strip(), flush=True)
     return code
 

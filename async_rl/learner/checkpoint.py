@@ -213,7 +213,7 @@ def _alone_is_fine() -> Iterator[None]:
 
 def checkpoints(directory: Path) -> list[Path]:
     """Their folders by step, oldest first, whether they verify or not."""
-    return sorted((p for p in directory.glob("step_*") if p.name[5:].isdigit()), key=step_of)
+    return sorted((p for p in directory.glob("step_*") if p.name[5:].isdecimal()), key=step_of)
 
 
 def step_folder(directory: Path, step: int) -> Path:

@@ -41,7 +41,7 @@ def export(run_dir: Path, out: Path, which: Which, dtype: str) -> dict[str, Any]
     read_model(folder, [(name, parameter.detach()) for name, parameter in hf.named_parameters()])
     hf.to(getattr(torch, dtype))
     card = {
-        "run_id": json.loads((run_dir / "run.json").read_text())["run_id"],
+        "run_id": json.loads((run_dir / "run.json").read_text()).get("run_id"),
         "version": step_of(folder),
         "config_digest": config.digest(),
         "heldout_accuracy": _accuracy(run_dir, step_of(folder)),

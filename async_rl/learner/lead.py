@@ -180,7 +180,13 @@ def weight_backend(config: Config) -> Literal["gloo", "nccl"]:
 
 def _next_incarnation(folder: Path) -> int:
     """One more than the last life's; kept in a file, since a killed life leaves nothing else behind."""
-    path = folder / "incarnation"
-    number = int(path.read_text()) + 1 if path.exists() else 1
-    path.write_text(str(number))
+    path, beside = folder / "incarnation", folder / "incarnation.new"
+    try:
+        number = int(path.read_text()) + 1 if path.exists() else 1
+    except ValueError:
+        raise LearnerError(
+            f"{path} is damaged: write the highest incarnation in metrics.jsonl into it, or choose another run_dir"
+        ) from None
+    beside.write_text(str(number))
+    beside.replace(path)
     return number

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import statistics
 from collections import Counter
+from itertools import zip_longest
 from typing import Any
 
 ENDS = 5  # steps averaged for the first and the last reward
@@ -22,7 +23,7 @@ def summarize(rows: list[dict[str, Any]], books: dict[str, Any]) -> dict[str, An
     rewards = [row["reward/mean"] for row in steps if row["reward/mean"] is not None]
     tokens = sum(row["batch/num_tokens"] for row in steps)
     samples = sum(row["batch/num_samples"] for row in steps)
-    step_s = sum(row["time/step_s"] for row in steps)
+    step_s = sum(row.get("time/step_s", 0.0) for row in steps)  # a kill may have cut the row's timing off
     invalid = _invalid(steps)
     return {
         "steps": len(steps),
@@ -37,7 +38,7 @@ def summarize(rows: list[dict[str, Any]], books: dict[str, Any]) -> dict[str, An
         "evals": [[row["eval/version"], row["eval/accuracy"]] for row in evals],
         "lag_mean": sum(row["lag/mean"] * row["batch/num_tokens"] for row in steps) / tokens if tokens else None,
         "lag_max": max((row["lag/max"] for row in steps), default=None),
-        "lag_hist": [sum(column) for column in zip(*(row["lag/hist"] for row in steps), strict=True)] if steps else [],
+        "lag_hist": [sum(column) for column in zip_longest(*(row["lag/hist"] for row in steps), fillvalue=0)],
         "mismatch_abs_lag0": _mean([row["mismatch/abs_lag0"] for row in steps if row.get("mismatch/abs_lag0") is not None]),
         "samples_per_s": samples / step_s if step_s else None,
         "tokens_per_s": tokens / step_s if step_s else None,

@@ -30,7 +30,7 @@ class Samples:
         self._thread: threading.Thread | None = None
         for path in folder.glob("eval_*.jsonl"):
             number = path.stem.removeprefix("eval_")
-            if number.isdigit() and (resume_step is None or int(number) > resume_step):
+            if number.isdecimal() and (resume_step is None or int(number) > resume_step):
                 try:
                     path.unlink()
                 except OSError as e:

@@ -85,6 +85,8 @@ class Trainer:
         if not self.reached:
             self.evaluate(wait=True)
         self.save()
+        if self.saved != self.version:
+            raise RunFailed(4, f"all steps are done, but the checkpoint of version {self.version} could not be written")
 
     # ---- one step
 

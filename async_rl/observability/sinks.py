@@ -46,7 +46,7 @@ class JsonlSink:
 
     def __init__(self, path: Path, resume_step: int | None) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        kept = [] if resume_step is None else [row for row in read_rows(path) if row.get("step", 0) <= resume_step]
+        kept = [] if resume_step is None else [row for row in read_rows(path) if _step(row) <= resume_step]
         beside = path.with_suffix(".tmp")
         beside.write_text("".join(_line(row) for row in kept), encoding="utf-8")
         os.replace(beside, path)
@@ -135,6 +135,11 @@ def read_run(run_dir: Path) -> list[dict[str, Any]]:
         other = halves[_kind(row), row.get("step")]
         row |= other.popleft() if other else {}
     return rows
+
+
+def _step(row: Row) -> int:
+    step = row.get("step", 0)
+    return step if isinstance(step, int) else 0
 
 
 def _kind(row: Row) -> str:
