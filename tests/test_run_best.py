@@ -79,7 +79,8 @@ def test_a_resumed_run_goes_on_from_its_best(finished, model: str, tmp_path: Pat
     assert (run.run_dir / "checkpoints" / f"step_{result['best']['version']:06d}").is_dir()
 
 
-@pytest.mark.parametrize("count", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("count", [1, 2])
 def test_a_run_ends_well_when_an_evaluation_reaches_the_target(finished, model: str, tmp_path: Path, count: int) -> None:
     later = [row for row in finished[1]["evals"][1:] if row[1] > finished[1]["evals"][0][1]]
     assert later, "some version is better than the first"
