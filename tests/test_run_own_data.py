@@ -49,7 +49,8 @@ def test_a_reward_that_raises_at_every_third_answer_costs_those_answers_and_is_c
         assert unscored and all("raised ValueError: call" in a["error"] and "easy" in a["error"] for a in unscored)
         assert all(a["scores"] == {"length": len(a["answer"])} and a["num_tokens"] == 8 for a in answers if not a["error"])
     (tmp_path / "sums.jsonl").write_text('{"prompt": "1+2="}\n{"prompt": "2+2="}\n')  # held out, and not
-    with train(tmp_path, *toy, *small, *own, cwd=tmp_path) as again:
+    with train(tmp_path, *toy, *small, *own, "num_steps=8", cwd=tmp_path) as again:
         assert again.popen.wait(100) == 2
+    assert json.loads((again.run_dir / "result.json").read_text())["steps"] == 6, "a refused run leaves the folder as it was"
     assert "the data now gives 1 (digest" in again.text() and "start a new run_dir" in again.text()
     assert "Traceback" not in again.text()
