@@ -226,7 +226,7 @@ class Publisher:
     def _outcome(self, future: Future[Any], membership: Membership, what: str) -> Any:
         """The future's result, or MemberLost when a member is gone, the group fails, or a member reports that it cannot
         take part and the group does not fail by itself within GRACE_S."""
-        reported_s = math.inf
+        reported_s, started = math.inf, time.monotonic()
         with waiting(f"{', '.join(sorted(membership.ids))} to {what}"):
             while True:
                 try:
@@ -239,14 +239,18 @@ class Publisher:
                         if now - reported_s > GRACE_S:
                             self._check(membership)
                 except WeightsError as e:
-                    self._blame(membership, e)
+                    timed_out = time.monotonic() - started > 0.9 * self.control.config.weights.phase_timeout_s
+                    self._blame(membership, e, timed_out)
                     raise MemberLost(str(e)) from None
 
-    def _blame(self, membership: Membership, error: WeightsError) -> None:
-        """A group operation failed: expel those it waited for. They never came to the group; or, while all others report that
-        it failed for them, too, they say nothing of it."""
+    def _blame(self, membership: Membership, error: WeightsError, timed_out: bool) -> None:
+        """A group operation failed: expel those it waited for. They never came to the group; or it timed out and, while all
+        others report the same, they say nothing of it. When it failed before its time, a connection broke: heartbeats will
+        tell whose, and the others may not have noticed yet."""
         absent = {i for i, rank in membership.ranks.items() if rank in error.absent}
         with self.changed:
+            if not (absent or timed_out):
+                return
             deadline = time.monotonic() + GRACE_S
             while not absent and time.monotonic() < deadline and self._quiet(membership):
                 self.changed.wait(POLL_S)
