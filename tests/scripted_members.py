@@ -5,7 +5,9 @@ The weight group is real gloo on loopback; only sockets and engines are played.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import multiprocessing
 import threading
 import time
 from collections import Counter
@@ -37,7 +39,8 @@ from async_rl.transport.messages import (
     Welcome,
 )
 from async_rl.types import Attempt, Group
-from async_rl.weights.group import GroupSpec
+from async_rl.weights.base import WeightsError
+from async_rl.weights.group import GroupSpec, WeightGroup
 from async_rl.weights.manifest import Manifest
 from async_rl.weights.receiver import Receiver
 from async_rl.weights.source import WeightSource
@@ -105,6 +108,7 @@ class Scene:
     """Control plane, publisher and a trainer that hands over buckets, as rank 0 has them."""
 
     config: Config = field(default_factory=make_config)
+    before_bucket: Callable[[int], None] = lambda k: None  # called by the trainer before it hands over bucket k
 
     def __post_init__(self) -> None:
         self.hub = ListHub()
@@ -137,6 +141,7 @@ class Scene:
             if k is None:
                 time.sleep(0.005)
                 continue
+            self.before_bucket(k)
             bucket = self.source.gather(k)
             assert bucket is not None
             self.publisher.port.put(bucket)
@@ -152,6 +157,55 @@ class Scene:
         raise AssertionError(f"no {what} within {timeout_s} s; notices: {self.notices}")
 
 
+class RemoteReceiver:
+    """A Receiver in a process of its own, which a test can kill."""
+
+    def __init__(self, spec: GroupSpec, manifest: Manifest) -> None:
+        context = multiprocessing.get_context("forkserver")  # a plain fork would hold the learner's sockets open
+        context.set_forkserver_preload([__name__])
+        self._pipe, theirs = context.Pipe()
+        self.process = context.Process(target=_serve_receiver, args=(theirs, spec, manifest.to_dict()), daemon=True)
+        self.process.start()
+        theirs.close()
+
+    def post(self) -> None:
+        self._ask("post")
+
+    def wait(self, timeout_s: float) -> list[str]:
+        return self._ask("wait", timeout_s)
+
+    def arrived(self) -> list[str] | None:
+        return self._ask("arrived")
+
+    def tensors(self) -> list[tuple[str, torch.Tensor]]:
+        return [(name, torch.from_numpy(values)) for name, values in self._ask("tensors")]
+
+    @property
+    def checksum(self) -> str:
+        return self._ask("checksum")
+
+    def _ask(self, what: str, *args: Any) -> Any:
+        self._pipe.send((what, args))
+        answer = self._pipe.recv()
+        if isinstance(answer, WeightsError):
+            raise answer
+        return answer
+
+
+def _serve_receiver(pipe: Any, spec: GroupSpec, manifest: dict[str, Any]) -> None:
+    torch.set_num_threads(1)
+    receiver = Receiver(spec, Manifest.from_dict(manifest))
+    with contextlib.suppress(EOFError):
+        while True:
+            what, args = pipe.recv()
+            try:
+                answer = getattr(receiver, what)
+                answer = answer(*args) if callable(answer) else answer
+                pipe.send([(name, tensor.numpy()) for name, tensor in answer] if what == "tensors" else answer)
+            except WeightsError as e:
+                pipe.send(WeightsError(str(e)))
+
+
 class Rollout:
     """A member that does what a good one does, unless told to be silent or to fail in a phase."""
 
@@ -164,17 +218,20 @@ class Rollout:
         beats: bool = False,
         checksum: str = "",
         peer: str = "",
+        receiver: type[Receiver] | type[RemoteReceiver] = Receiver,
         **hello: Any,
     ) -> None:
-        """`beats`: in the phase in which it is silent it still sends heartbeats. `peer`: of its connection; its name."""
+        """`beats`: in the phase in which it is silent it still sends heartbeats. `peer`: of its connection; its name.
+        `silent_at` "broken": it leaves every group as soon as it is formed."""
         self.scene, self.name, self.peer = scene, name, (peer or name).encode()
-        self.silent_at, self.beats, self.checksum = silent_at, beats, checksum
+        self.silent_at, self.beats, self.checksum, self.receiver = silent_at, beats, checksum, receiver
         self.rollout_id = ""
         self.leases: list[Lease] = []
         self.messages: list[Message] = []
         self.received: dict[str, torch.Tensor] = {}
-        self._receiver: Receiver | None = None
+        self._receiver: Receiver | RemoteReceiver | None = None
         self._prepared: Prepare | None = None
+        self._joining = threading.Lock()
         self._alive = threading.Event()
         self._alive.set()
         scene.hub.listeners[self.peer] = self._hear
@@ -192,6 +249,12 @@ class Rollout:
 
     def say(self, message: Message) -> None:
         self.scene.hub.say(self.peer, message)
+
+    def kill(self) -> None:
+        """The process that receives its weights dies at once, and it is not heard of again."""
+        assert isinstance(self._receiver, RemoteReceiver)
+        self._alive.clear()
+        self._receiver.process.kill()
 
     def freeze(self) -> None:
         if not self.beats:
@@ -229,16 +292,26 @@ class Rollout:
         if self.silent_at == "prepared":
             self.freeze()
             return
-        try:
-            if self._receiver is None or self._prepared is None or self._prepared.membership != p.membership:
-                spec = GroupSpec(p.backend, p.host, p.port, p.tag, p.rank, p.world_size, p.membership, p.timeout_s)
-                self._receiver = Receiver(spec, Manifest.from_dict(p.manifest))
-            self._prepared = p
-            self._receiver.post()
+        if self.silent_at == "broken":
+            spec = GroupSpec(p.backend, p.host, p.port, p.tag, p.rank, p.world_size, p.membership, p.timeout_s)
             self.say(Prepared(membership=p.membership, version=p.version))
-            self._receiver.wait(30)
+            with contextlib.suppress(WeightsError):
+                WeightGroup(spec).close()
+            return
+        try:
+            with self._joining:
+                if self._prepared is not None and self._prepared.membership > p.membership:
+                    return  # superseded while it waited here
+                if self._receiver is None or self._prepared is None or self._prepared.membership != p.membership:
+                    spec = GroupSpec(p.backend, p.host, p.port, p.tag, p.rank, p.world_size, p.membership, p.timeout_s)
+                    self._receiver = self.receiver(spec, Manifest.from_dict(p.manifest))
+                self._prepared, receiver = p, self._receiver
+                receiver.post()
+            self.say(Prepared(membership=p.membership, version=p.version))
+            receiver.wait(30)
         except Exception as e:
-            self.say(Error(code="weights", text=str(e), membership=p.membership))
+            if self._alive.is_set():
+                self.say(Error(code="weights", text=str(e), membership=p.membership))
             return
         if self.silent_at == "staged":
             self.freeze()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 import time
 
 import pytest
@@ -14,7 +15,7 @@ from async_rl.transport.messages import Ack, Error, Goodbye, Heartbeat, Lease
 from async_rl.types import WeightName
 
 from .ledger_samples import make_prompt
-from .scripted_members import Rollout, Scene, make_config
+from .scripted_members import RemoteReceiver, Rollout, Scene, make_config
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -116,6 +117,41 @@ def test_a_rollout_that_keeps_the_others_waiting_again_and_again_is_told_to_exit
             bad = Rollout(scene, "bad", silent_at="prepared", beats=True)
             told = scene.until(f"expulsion {attempt}", lambda bad=bad: [e for e in _said(bad, Error) if "expelled" in e.text])
         assert told[-1].code == "fatal"
+
+
+def test_a_member_killed_while_weights_are_sent_costs_the_survivors_nothing() -> None:
+    sending, killed = threading.Event(), threading.Event()
+
+    def before_bucket(k: int) -> None:
+        if k == 1 and sending.is_set():
+            killed.wait(20)
+
+    config = make_config(weights={"phase_timeout_s": 20.0, "bucket_bytes": 4096}, transport={"heartbeat_timeout_s": 2.0})
+    with Scene(config, before_bucket) as scene:
+        rollouts = [Rollout(scene, name, receiver=RemoteReceiver) for name in ("a", "b", "c")]
+        scene.until("all serving", lambda: [m.committed for m in scene.control.members] == [0, 0, 0], 60)
+        sending.set()
+        scene.until("nobody reading the weights", scene.publisher.begin_update)
+        scene.publisher.end_update(1)
+        scene.until("bucket 1 of version 1", lambda: scene.publisher.port.wanted == 1)
+        rollouts[1].kill()
+        sending.clear()
+        killed.set()
+        scene.until("version 1", lambda: scene.publisher.published == 1, 60)
+        assert sorted((m.name, m.committed) for m in scene.control.members) == [("a", 1), ("c", 1)]
+        expelled = [notice for notice in scene.notices if "expelled" in notice]
+        assert len(expelled) == 1 and "b#" in expelled[0]
+
+
+def test_a_member_whose_connection_breaks_at_once_again_and_again_is_found_and_told_to_exit() -> None:
+    with Scene(make_config(transport={"heartbeat_timeout_s": 20.0})) as scene:
+        good = Rollout(scene, "good")
+        scene.until("good serving", lambda: len(good.leases) >= 4)
+        bad = Rollout(scene, "bad", silent_at="broken")
+        other = Rollout(scene, "other")
+        scene.until("refusal", lambda: [e for e in _said(bad, Error) if e.code == "fatal"], 50)
+        scene.until("the other serving", lambda: [m.committed for m in scene.control.members] == [0, 0])
+        assert not _said(good, Error) and not _said(other, Error)
 
 
 @pytest.mark.parametrize("reason", ["token_out_of_vocabulary", "too_long"])

@@ -12,6 +12,7 @@ import math
 import secrets
 import threading
 import time
+from collections import Counter
 from concurrent.futures import Future
 from typing import Any, Literal
 
@@ -30,6 +31,7 @@ from async_rl.weights.source import WeightSource
 log = get_logger(__name__)
 POLL_S = 0.2  # the longest a waiting publisher sleeps before it looks at its deadline again
 GRACE_S = 2.0  # members see a failure of the group within this of each other
+MAX_BROKEN = 3  # broadcasts of one version that may break at once before its members are served one by one
 
 
 class Publisher:
@@ -46,6 +48,7 @@ class Publisher:
         self.stats: dict[str, float] = {}
         self._membership = Membership(0, [])
         self._faults = Faults(control)
+        self._broken: Counter[int] = Counter()  # version -> broadcasts of it that broke before their time
         self._thread = threading.Thread(target=self._run, name="publisher", daemon=True)
 
     # ---- the trainer's side
@@ -107,6 +110,13 @@ class Publisher:
         """Everybody but a rollout that an evaluation pins to its version."""
         return [m for m in self.control.members if not m.excused]
 
+    def _to_serve(self) -> list[Member]:
+        """All of them; one alone while the group breaks again and again, which shows whose connection it is."""
+        members = self._served()
+        if self._broken[self.version] < MAX_BROKEN:
+            return members
+        return [m for m in members if m.committed != self.version][:1]
+
     def _publish(self) -> None:
         """Version `self.version` to every member; starts over without those that are lost on the way."""
         started = time.monotonic()
@@ -114,7 +124,7 @@ class Publisher:
         try:
             while sums is None:
                 with self.changed:
-                    members = self._served()
+                    members = self._to_serve()
                 if not members:
                     return
                 try:
@@ -245,11 +255,14 @@ class Publisher:
 
     def _blame(self, membership: Membership, error: WeightsError, timed_out: bool) -> None:
         """A group operation failed: expel those it waited for. They never came to the group; or it timed out and, while all
-        others report the same, they say nothing of it. When it failed before its time, a connection broke: heartbeats will
-        tell whose, and the others may not have noticed yet."""
+        others report the same, they say nothing of it. When it failed before its time, a connection broke, and the others may
+        not have noticed yet: heartbeats will tell whose it was, or else `_to_serve`."""
         absent = {i for i, rank in membership.ranks.items() if rank in error.absent}
         with self.changed:
             if not (absent or timed_out):
+                self._broken = Counter({self.version: self._broken[self.version] + 1})
+                if len(membership.ids) == 1:
+                    self._faults.reported(next(iter(membership.ids)), str(error))
                 return
             deadline = time.monotonic() + GRACE_S
             while not absent and time.monotonic() < deadline and self._quiet(membership):
