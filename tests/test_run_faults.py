@@ -25,6 +25,13 @@ def _version(run: Run) -> int:
     return steps[-1]["version"] if steps else 0
 
 
+def _assert_nothing_left(run: Run) -> None:
+    deadline = time.monotonic() + 10
+    while run.pids() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert run.pids() == [], "no process outlives the run"
+
+
 def test_a_rollout_killed_mid_group_costs_nothing_but_time(tmp_path: Path, model: str) -> None:
     with train(tmp_path, *TOY, model, "num_steps=25", "rollout.count=2", "learner.threads=1") as run:
         run.wait_until("version 3", lambda: _version(run) >= 3, 120)
@@ -73,10 +80,7 @@ def test_sigterm_saves_ends_the_rollouts_and_the_run_can_be_continued(tmp_path: 
         run.popen.send_signal(signal.SIGTERM)
         assert run.popen.wait(60) == 128 + signal.SIGTERM
         assert "checkpoint of version" in run.text()
-        deadline = time.monotonic() + 10
-        while run.pids() and time.monotonic() < deadline:
-            time.sleep(0.1)
-        assert run.pids() == [], "no process outlives the run"
+        _assert_nothing_left(run)
     with train(tmp_path, *TOY, model, "num_steps=12", "checkpoint.every=0") as again:
         result = again.finish(120)
     assert [row["step"] for row in again.steps()] == list(range(1, 13))
@@ -96,7 +100,42 @@ def test_when_the_launcher_is_killed_nothing_is_left(tmp_path: Path, model: str)
         run.wait_until("version 1", lambda: _version(run) >= 1, 120)
         os.kill(run.popen.pid, signal.SIGKILL)
         run.popen.wait(5)
-        deadline = time.monotonic() + 10
-        while run.pids() and time.monotonic() < deadline:
-            time.sleep(0.1)
-        assert run.pids() == []
+        _assert_nothing_left(run)
+
+
+def test_a_last_checkpoint_that_cannot_be_written_is_a_failure(tmp_path: Path, model: str) -> None:
+    with train(tmp_path, *TOY, model, "num_steps=6", "checkpoint.every=0") as run:
+        run.wait_until("version 2", lambda: _version(run) >= 2, 120)
+        folder = run.run_dir / "checkpoints"
+        if folder.exists():
+            folder.rename(run.run_dir / "moved")
+        folder.write_text("in the way")
+        assert run.popen.wait(120) == 4
+    assert "all steps are done, but the checkpoint of version 6 could not be written" in run.text()
+    assert "Traceback" not in run.text()
+    _assert_nothing_left(run)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("moment", ["its folder", "a learner", "a rollout"])
+def test_a_signal_during_the_start_ends_all_of_it_at_once(
+    tmp_path: Path, model: str, moment: str, number: signal.Signals
+) -> None:
+    words = {"its folder": ("train",), "a learner": ("async_rl.learner",), "a rollout": ("async_rl.rollout",)}[moment]
+    with train(tmp_path, *TOY, model, "num_steps=1000") as run:
+        run.wait_until(moment, lambda: (run.run_dir / "run.json").exists() and run.pids(*words), 60)
+        run.popen.send_signal(number)
+        assert run.popen.wait(30) == 128 + number
+    assert "Traceback" not in run.text()
+    _assert_nothing_left(run)
+
+
+def test_a_second_interrupt_ends_a_run_that_would_save_at_once(tmp_path: Path, model: str) -> None:
+    with train(tmp_path, *TOY, model, "num_steps=1000") as run:
+        run.wait_until("version 2", lambda: _version(run) >= 2, 120)
+        run.popen.send_signal(signal.SIGINT)
+        run.wait_until("the first to be heeded", lambda: "once more to kill everything" in run.text(), 10)
+        run.popen.send_signal(signal.SIGINT)
+        assert run.popen.wait(20) == 128 + signal.SIGINT
+    assert "Traceback" not in run.text()
+    _assert_nothing_left(run)

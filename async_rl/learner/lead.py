@@ -45,7 +45,7 @@ def lead(config: Config, folder: Path, rank: Rank, tasks: Tasks, checkpoint: byt
     state = msgpack.unpackb(checkpoint, strict_map_key=False) if checkpoint else None
     version = state["version"] if state else 0
     run_id = json.loads((folder / "run.json").read_text())["run_id"]
-    identity = Identity(run_id, config.digest(), tokenizer_digest(config.model), _next_incarnation(folder))
+    identity = Identity(run_id, config.digest(), tokenizer_digest(config.model), next_incarnation(folder))
     decode = decoder(load_tokenizer(config.model))
     progress = Progress(config, folder, identity.incarnation, version if state else None, decode)
     ledger, prompts = _data(config, tasks, identity.incarnation, state)
@@ -178,7 +178,7 @@ def weight_backend(config: Config) -> Literal["gloo", "nccl"]:
     return "nccl" if count and cards >= config.learner.ranks + count else "gloo"
 
 
-def _next_incarnation(folder: Path) -> int:
+def next_incarnation(folder: Path) -> int:
     """One more than the last life's; kept in a file, since a killed life leaves nothing else behind."""
     path, beside = folder / "incarnation", folder / "incarnation.new"
     try:
