@@ -24,7 +24,7 @@ test: check  ## checks, then unit and process tests
 test-all: check  ## the slow ones too
 	$(BIN)/pytest $(ARGS)
 
-docs: setup  ## docs/config.md from the docstrings of config.py
+docs: setup  ## docs/config.md from the docstrings of config/schema.py
 	$(BIN)/python docs/config_reference.py
 
 wheel: setup

@@ -1,4 +1,4 @@
-"""`make docs`: write docs/config.md from the docstrings in async_rl/config.py."""
+"""`make docs`: write docs/config.md from the docstrings in async_rl/config/schema.py."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ One YAML file, then `key=value` overrides on the command line:
 `async-rl train configs/quickstart.yaml num_steps=10 learner.lr=3e-5`.
 `async-rl check CONFIG` says what would run, or in one sentence what is wrong. An unknown key is an error.
 
-Written by `make docs` from `async_rl/config.py`; edit the docstrings there.
+Written by `make docs` from `async_rl/config/schema.py`; edit the docstrings there.
 """
 
 

@@ -22,7 +22,7 @@ from async_rl.types import MAX_SCORE_NAME_BYTES, MAX_SCORES, Attempt, FinishReas
 
 CONTROL_MAX_BYTES = 16 << 20  # one control message: a prompt of a million tokens, or a manifest of ten thousand tensors
 MAX_SIBLINGS = 65536
-MAX_ERROR_BYTES = 384  # with its reward, finish reason and scores a sibling stays under the header bytes config.py allows
+MAX_ERROR_BYTES = 384  # with its reward, finish reason and scores a sibling stays under the header bytes the config allows
 MAX_DEPTH = 16  # of nested values in Lease.fields
 
 Frame = bytes | memoryview  # of bytes: len() is what it takes on the wire

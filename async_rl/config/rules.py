@@ -1,14 +1,11 @@
 """What cannot be right in a configuration, whatever the model: combinations that are refused before anything is loaded.
 
-Owns those sentences; each names key, value and fix. Imports nothing of ours but, for types, the tree itself.
+Owns those sentences; each names key, value and fix.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from async_rl.config import Config
+from async_rl.config.schema import Config
 
 LOOPBACK = ("127.", "localhost", "::1")
 
