@@ -199,7 +199,7 @@ def _serve_receiver(pipe: Any, spec: GroupSpec, manifest: dict[str, Any]) -> Non
         while True:
             what, args = pipe.recv()
             try:
-                answer = getattr(receiver, what)
+                answer: Any = getattr(receiver, what)
                 answer = answer(*args) if callable(answer) else answer
                 pipe.send([(name, tensor.numpy()) for name, tensor in answer] if what == "tensors" else answer)
             except WeightsError as e:
