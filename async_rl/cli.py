@@ -125,9 +125,15 @@ def _learner(arguments: argparse.Namespace) -> int:
 
 
 def _rollout(arguments: argparse.Namespace) -> int:
+    from async_rl.config import ConfigError, load_config
     from async_rl.launcher.plan import rollout_argv
+    from async_rl.launcher.prepare import steps_done
 
-    _become(rollout_argv(_run_dir(arguments.run_dir), arguments.name))
+    run_dir = _run_dir(arguments.run_dir)
+    done = steps_done(run_dir)
+    if done >= load_config(run_dir / "config.yaml").num_steps:
+        raise ConfigError(f"the run in {run_dir} has finished its {done} steps: nobody is left to join")
+    _become(rollout_argv(run_dir, arguments.name))
     return 0
 
 
@@ -159,6 +165,7 @@ def _eval(arguments: argparse.Namespace) -> int:
         raise ConfigError("eval.draws is 0, so there is nothing to evaluate: set it, for example to 512")
     preflight.check_model(config)
     preflight.check_reward(config.data.reward)
+    preflight.check_data(config.data)
     os.environ.update(dict.fromkeys(THREAD_VARIABLES, str(config.rollout.threads)), TOKENIZERS_PARALLELISM="false")
     _become(evaluation_argv(arguments.engine, arguments.config, overrides))
     return 0

@@ -129,12 +129,14 @@ def test_what_cannot_be_evaluated_is_one_sentence(tmp_path):
     assert "a folder without config.json" in refused("eval", str(tmp_path), QUICKSTART)
     assert "eval.draws is 0" in refused("eval", str(tmp_path), QUICKSTART, "eval.draws=0")
     assert "did you mean" in refused("eval", str(tmp_path), QUICKSTART, "eval.drawz=1")
-    assert "finds no module nowhere" in refused("eval", "some/model", QUICKSTART, "data.reward=nowhere:f")
+    (tmp_path / "config.json").write_text("{}")
+    assert "finds no module nowhere" in refused("eval", str(tmp_path), QUICKSTART, "data.reward=nowhere:f")
+    assert "no option of 'basic_arithmetic'" in refused("eval", str(tmp_path), QUICKSTART, "data.options.max_term=3")
 
 
 def test_rollout_becomes_the_process_that_train_would_start(tmp_path):
     """Shown by the process image: the command replaces itself instead of starting a child."""
-    (tmp_path / "config.yaml").write_text("")
+    (tmp_path / "config.yaml").write_text(Path(QUICKSTART).read_text())
     (tmp_path / "run.json").write_text("{}")
     code = (
         "import json, os\n"
@@ -144,6 +146,13 @@ def test_rollout_becomes_the_process_that_train_would_start(tmp_path):
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, env={**os.environ})
     assert json.loads(done.stdout)[1:] == ["-m", "async_rl.rollout", str(tmp_path), "--name", "rollout-7"], done.stderr
+
+
+def test_nobody_joins_a_run_that_has_finished(tmp_path):
+    (tmp_path / "config.yaml").write_text(Path(QUICKSTART).read_text())
+    (tmp_path / "run.json").write_text("{}")
+    (tmp_path / "result.json").write_text(json.dumps({"policy_version": 160, "status": "finished"}))
+    assert "has finished its 160 steps: nobody is left to join" in refused("rollout", str(tmp_path), "--name", "x")
 
 
 def test_the_script_for_one_gpu_says_what_is_missing(tmp_path):

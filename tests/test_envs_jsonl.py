@@ -11,7 +11,7 @@ import pytest
 from async_rl.config import Config, parse_config
 from async_rl.envs.adapters.jsonl import MAX_LINE_BYTES, load_items
 from async_rl.envs.base import Item, TaskError
-from async_rl.envs.tasks import Tasks, build_prompts, check_files
+from async_rl.envs.tasks import Tasks, build_prompts, check_items
 from async_rl.recipes.tokenizer import BOS, VOCAB, character_tokenizer
 
 USER = {"role": "user", "content": "1+2="}
@@ -161,14 +161,14 @@ def test_what_does_not_fit_the_configuration_is_seen_in_the_first_line(
         if key == "heldout_path" and "prompt" in data:
             continue  # the fine file would have to fit the template, too
         with pytest.raises(TaskError) as refused:
-            check_files(config(**{key: path}, **other, **data).data)
+            check_items(config(**{key: path}, **other, **data).data)
         assert says.replace("{file}", path) in str(refused.value)
 
 
 def test_a_file_that_is_absent_a_folder_or_empty_is_one_sentence(tmp_path: Path) -> None:
     for path, says in ((tmp_path / "none", "No such file"), (tmp_path, "Is a directory")):
         with pytest.raises(TaskError, match=f"^data.path is {path}, which cannot be read .{says}"):
-            check_files(config(path=str(path)).data)
+            check_items(config(path=str(path)).data)
     with pytest.raises(TaskError, match="which holds no line"):
         items(tmp_path, "", " ")
 

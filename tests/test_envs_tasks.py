@@ -147,7 +147,7 @@ def test_an_expression_is_the_question_without_words_spaces_and_punctuation(ques
         ({"data__prompt": "{"}, "{question} or {expression}"),
         ({"data__chat": True}, "no chat template"),
         ({"rollout__max_new_tokens": 63}, "no training prompt is left"),
-        ({"data__heldout_fraction": 0.0}, "eval.draws"),
+        ({"data__heldout_fraction": 0.0001, "data__num_items": 20}, "eval.draws"),
     ],
 )
 def test_a_task_that_cannot_be_built_is_explained_in_one_sentence(changes: dict[str, Any], says: str) -> None:

@@ -22,10 +22,10 @@ from async_rl.envs.rewards import (
     RewardError,
     RewardPool,
     as_score,
+    check_loadable,
     exact_last_field,
     first_integer,
     graded_integer,
-    require_module,
 )
 from async_rl.types import Prompt
 
@@ -285,11 +285,20 @@ def test_a_reward_that_cannot_be_loaded_is_refused_at_the_start(reward: str, say
     assert "\n" not in str(refused.value)
 
 
-def test_a_module_that_is_not_here_is_missed_before_anything_is_started() -> None:
-    require_module("tests.reward_functions:raises")
-    for reward in ("no_such_module:f", "no.such.module:f", ":f"):
-        with pytest.raises(RewardError, match=r"finds no module .*: start this process in the folder that holds it"):
-            require_module(reward)
+@pytest.mark.parametrize(
+    ("reward", "says"),
+    [
+        ("no_such_module:f", "No module named 'no_such_module'; start this process in the folder that holds it"),
+        ("tests.reward_functions:nothing", "AttributeError"),
+        ("tests.reward_functions:np", "is a module, not a function"),
+    ],
+)
+def test_a_reward_is_loaded_in_a_process_of_its_own_before_anything_is_started(reward: str, says: str) -> None:
+    check_loadable("tests.reward_functions:raises")
+    with pytest.raises(RewardError, match=r"^data\.reward is '" + reward) as refused:
+        check_loadable(reward)
+    assert says in str(refused.value)
+    assert "\n" not in str(refused.value)
 
 
 ORPHANS = """

@@ -99,6 +99,11 @@ def _data(c: Config) -> Rules:
             "data.system is set, but data.chat is false: a system message needs the chat template, set data.chat=true",
         ),
         (
+            c.eval.draws > 0 and c.data.heldout_fraction == 0 and c.data.heldout_path is None,
+            f"data.heldout_fraction is 0, but eval.draws={c.eval.draws} asks for held-out prompts: raise it, name a "
+            "data.heldout_path, or set eval.draws=0",
+        ),
+        (
             c.eval.draws == 0 and (c.eval.target is not None or c.checkpoint.keep_best),
             "eval.draws is 0, but eval.target and checkpoint.keep_best need evaluations: set eval.draws, for example to 512",
         ),

@@ -9,13 +9,15 @@ then (BR-101).
 from __future__ import annotations
 
 import asyncio
-import importlib.util
+import importlib
 import inspect
 import math
 import multiprocessing
 import numbers
 import os
 import re
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -57,15 +59,22 @@ def graded_integer(prompt: str, answer: str, *, target: str | int, **_: Any) -> 
     return {"score": 0.0 if off is None else 1.0 if off == 0 else 0.2 / off, "exact": float(off == 0)}
 
 
-def require_module(reward: str) -> None:
-    """Raises RewardError when this process finds no module of that name: at once, while loading it waits for the engine."""
-    module = reward.partition(":")[0]
+def check_loadable(reward: str) -> None:
+    """Load the function once, in a process of its own that then ends: what is wrong with it is to be known before an engine
+    starts, and threads of a reward's libraries must not be there when an engine forks. Raises RewardError."""
+    argv = [sys.executable, "-c", "import sys; from async_rl.envs.rewards import load; load(sys.argv[1])", reward]
     try:
-        found = importlib.util.find_spec(module) is not None
-    except (ImportError, ValueError):
-        found = False
-    if not found:
-        raise RewardError(f"data.reward is '{reward}', but Python finds no module {module}: {WHERE}")
+        done = subprocess.run(argv, capture_output=True, text=True, timeout=START_TIMEOUT_S, stdin=subprocess.DEVNULL)
+    except subprocess.TimeoutExpired:
+        raise RewardError(_unusable(reward, f"loading it took longer than {START_TIMEOUT_S:g} s")) from None
+    if done.returncode:
+        words = (done.stderr.strip() or "it ended the process without a word").splitlines()[-1]
+        hint = f"; {WHERE}" if words.startswith("ModuleNotFoundError") else ""
+        raise RewardError(_unusable(reward, f"{words[:200]}{hint}"))
+
+
+def _unusable(reward: str, why: str) -> str:
+    return f"data.reward is '{reward}', which cannot be used: {why}"
 
 
 class RewardPool:
@@ -84,7 +93,7 @@ class RewardPool:
         problem = self._probe()
         if problem:
             self.close()
-            raise RewardError(f"data.reward is '{reward}', which cannot be used: {problem}")
+            raise RewardError(_unusable(reward, problem))
 
     async def score(self, prompt: Prompt, answer: str) -> Scored:
         """The reward, or NaN and the reason when the function fails or overstays. Never raises, but for cancellation."""
@@ -184,7 +193,8 @@ def _sendable(name: str) -> bool:
 _loaded: dict[str, Callable[..., Any]] = {}
 
 
-def _load(reward: str) -> Callable[..., Any]:
+def load(reward: str) -> Callable[..., Any]:
+    """The function itself; raises whatever its module raises."""
     if reward not in _loaded:
         module, _, name = reward.partition(":")
         if not name:
@@ -200,7 +210,7 @@ def _load(reward: str) -> Callable[..., Any]:
 
 def _load_in_worker(reward: str) -> str:
     try:
-        _load(reward)
+        load(reward)
     except ModuleNotFoundError as e:
         return f"{_one_line(e)}; {WHERE}"
     except BaseException as e:  # a user's module may raise anything on import, also SystemExit
@@ -210,7 +220,7 @@ def _load_in_worker(reward: str) -> str:
 
 def _score_in_worker(reward: str, text: str, answer: str, fields: dict[str, Any]) -> Scored:
     try:
-        value = _load(reward)(text, answer, **fields)
+        value = load(reward)(text, answer, **fields)
         if inspect.isawaitable(value):
             value = asyncio.run(_wait(value))
         scored = as_score(value)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,6 +23,7 @@ from async_rl.envs.base import Item, TaskError
 from async_rl.envs.text import encode_prompt
 from async_rl.types import Prompt
 
+CHECK_S = 0.5  # of reading each file before anything starts; the learner reads them whole
 REASONS = ("off_options", "unscorable", "repeated", "in_heldout", "too_long")
 
 
@@ -62,12 +64,18 @@ def build_prompts(config: Config, tokenizer: Any) -> Tasks:
     return tasks
 
 
-def check_files(data: DataConfig) -> None:
-    """Read and render the first line of each file that is named; raises TaskError. Needs no tokenizer."""
+def check_items(data: DataConfig) -> None:
+    """Read and render what there is to read without a tokenizer or a library: the lines of each file that is named, as far as
+    CHECK_S allows, or else the template of a dataset. Raises TaskError."""
+    if data.path is None:
+        _render(data, reasoning_gym.EXAMPLE)
+        return
     for key in ("path", "heldout_path"):
-        path = getattr(data, key)
-        if path is not None:
-            _render(data, next(jsonl.load_items(path, f"data.{key}")))
+        path, deadline = getattr(data, key), time.monotonic() + CHECK_S
+        for item in jsonl.load_items(path, f"data.{key}") if path is not None else ():
+            _render(data, item)
+            if time.monotonic() > deadline:
+                break
 
 
 @dataclass
@@ -148,10 +156,20 @@ def _check_sides(config: Config, tasks: Tasks) -> None:
     if not tasks.train:
         raise TaskError(
             f"no training prompt is left of data.{source} ({counts}; {len(tasks.heldout)} held out): "
-            f"raise model.max_model_len, lower rollout.max_new_tokens or data.heldout_fraction, or {more}"
+            f"{_train_advice(tasks)} or {more}"
         )
     if config.eval.draws > 0 and not tasks.heldout:
         raise TaskError(
             f"eval.draws is {config.eval.draws}, but no prompt is held out of {len(tasks.train)} ({counts}): "
             f"raise data.heldout_fraction={config.data.heldout_fraction}, {more}, or set eval.draws=0"
         )
+
+
+def _train_advice(tasks: Tasks) -> str:
+    """What to do about a training side that is empty, by what took most of it."""
+    reasons = {**tasks.dropped, "held out": 0 if tasks.dropped["in_heldout"] else len(tasks.heldout)}
+    return {
+        "in_heldout": "keep prompts in data.path that data.heldout_path does not hold,",
+        "too_long": "raise model.max_model_len, lower rollout.max_new_tokens,",
+        "held out": "lower data.heldout_fraction,",
+    }.get(max(reasons, key=lambda reason: reasons[reason]), "change data.options or data.prompt,")

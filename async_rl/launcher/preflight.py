@@ -5,7 +5,6 @@ Imports config, launcher and envs; loads neither model nor engine. Every complai
 
 from __future__ import annotations
 
-import importlib.util
 import re
 import socket
 import tempfile
@@ -13,11 +12,13 @@ from pathlib import Path
 
 from async_rl.config import Config, ConfigError, DataConfig
 from async_rl.envs.base import TaskError
-from async_rl.envs.tasks import check_files
+from async_rl.envs.tasks import check_items
 from async_rl.launcher import memory
 from async_rl.launcher.datasets import check_dataset
+from async_rl.launcher.hub import why_no_hub
 from async_rl.launcher.machine import memory_limits, model_size
 from async_rl.launcher.plan import Machine, Plan
+from async_rl.launcher.rewards import check_reward
 
 HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 NUM_PORTS = 2  # control, data
@@ -46,6 +47,11 @@ def check_model(config: Config) -> None:
             f"model.path is {path}, which does not exist: give a Hugging Face folder or a hub name, "
             "or set model.make to a recipe (tiny, smollm2)"
         )
+    elif config.model.make is None and (why := why_no_hub(config.model.path)):
+        raise ConfigError(
+            f"model.path is {path}, which is no folder here, and its name cannot be looked up on the hub ({why}): "
+            "give the path of a Hugging Face folder"
+        )
 
 
 def _is_hub_name(text: str) -> bool:
@@ -56,36 +62,13 @@ def _is_hub_name(text: str) -> bool:
     return bool(HUB_NAME.fullmatch(text)) and not ("/" in text and Path(parent).exists())
 
 
-def check_reward(reward: str) -> None:
-    module, colon, function = reward.partition(":")
-    if not colon or not module or not function.isidentifier():
-        raise ConfigError(f"data.reward is '{reward}': write package.module:function")
-    try:
-        spec = importlib.util.find_spec(module)
-    except (ImportError, ValueError):
-        spec = None
-    if spec is None:
-        hint = (
-            f"write {module[:-3]}:{function}"
-            if module.endswith(".py")
-            else "start in the folder that holds it, install it or set PYTHONPATH"
-        )
-        raise ConfigError(f"data.reward is '{reward}', but Python finds no module {module}: {hint}")
-    source = Path(spec.origin) if spec.origin and spec.origin.endswith(".py") else None
-    if source and not re.search(rf"\b{function}\b", source.read_text(errors="replace")):
-        raise ConfigError(
-            f"data.reward is '{reward}', but {module} holds no {function}: see async_rl/envs/rewards.py for those built in"
-        )
-
-
 def check_data(data: DataConfig) -> None:
-    if data.path is None:
-        check_dataset(data)
-        return
     try:
-        check_files(data)
+        check_items(data)
     except TaskError as e:
         raise ConfigError(str(e)) from None
+    if data.path is None:
+        check_dataset(data)
 
 
 def check_devices(config: Config, plan: Plan, machine: Machine) -> None:

@@ -115,11 +115,7 @@ def _check_run_id(path: Path) -> None:
 def _news(prepared: Prepared) -> str:
     """How this run goes on with what the folder holds."""
     run_dir, config = prepared.run_dir, prepared.config
-    try:
-        result = json.loads((run_dir / "result.json").read_text())
-        done = int(result["policy_version"]) if result["status"] == "finished" else 0
-    except (OSError, ValueError, KeyError, TypeError):
-        done = 0
+    done = steps_done(run_dir)
     if config.checkpoint.resume and done >= config.num_steps:
         raise ConfigError(
             f"run_dir is {run_dir}, where a run has finished its {done} steps: raise num_steps to go on, or choose another"
@@ -131,6 +127,15 @@ def _news(prepared: Prepared) -> str:
     old, new = _flat(before.model_dump(mode="json")), _flat(config.model_dump(mode="json"))
     changed = [f"{key} {old[key]} -> {new[key]}" for key in new if key != "run_dir" and old.get(key) != new[key]]
     return f", which holds a run already; changed since: {', '.join(changed) or 'nothing'}"
+
+
+def steps_done(run_dir: Path) -> int:
+    """Steps of the run in this folder if it has finished, else 0."""
+    try:
+        result = json.loads((run_dir / "result.json").read_text())
+        return int(result["policy_version"]) if result["status"] == "finished" else 0
+    except (OSError, ValueError, KeyError, TypeError):
+        return 0
 
 
 def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:

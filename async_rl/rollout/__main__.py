@@ -24,7 +24,7 @@ import torch
 
 from async_rl.config import Config, ConfigError, load_config
 from async_rl.envs.base import TaskError
-from async_rl.envs.rewards import RewardError, RewardPool, require_module
+from async_rl.envs.rewards import RewardError, RewardPool, check_loadable
 from async_rl.envs.single_turn import SingleTurn
 from async_rl.envs.text import decoder, load_tokenizer, tokenizer_digest
 from async_rl.observability.log import get_logger, setup_logging
@@ -90,7 +90,7 @@ def _run(run_dir: Path, name: str) -> Outcome:
     for variable in FOREIGN:
         os.environ.pop(variable, None)
     torch.set_num_threads(config.rollout.threads)
-    require_module(config.data.reward)
+    check_loadable(config.data.reward)
     log.info("starting the %s engine, then joining the run in %s", config.rollout.engine, run_dir)
     engine = _engine(config)
     rollout = config.rollout

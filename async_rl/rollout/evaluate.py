@@ -23,7 +23,7 @@ import torch
 from async_rl.config import Config, ConfigError, load_config
 from async_rl.data.evaluation import Evaluation
 from async_rl.envs.base import Decode, Score, TaskError
-from async_rl.envs.rewards import RewardError, RewardPool
+from async_rl.envs.rewards import RewardError, RewardPool, check_loadable
 from async_rl.envs.single_turn import SingleTurn
 from async_rl.envs.tasks import build_prompts
 from async_rl.envs.text import decoder, load_tokenizer
@@ -98,7 +98,10 @@ def main(engine: str, config_path: str, overrides: list[str]) -> int:
         setup_logging("eval", None, "warning")
         torch.set_num_threads(config.rollout.threads)
         started = time.monotonic()
-        evaluator = asyncio.run(_evaluate(config, _engine(config, engine)))
+        check_loadable(config.data.reward)
+        tokenizer = load_tokenizer(config.model)
+        heldout = build_prompts(config, tokenizer).heldout
+        evaluator = asyncio.run(_evaluate(config, heldout, decoder(tokenizer), _engine(config, engine)))
     except (ConfigError, TaskError, RewardError) as e:
         return _fail(2, str(e))
     except (EngineDead, WeightsError) as e:
@@ -128,16 +131,16 @@ def result(evaluation: Evaluation, config: Config, engine: str, seconds: float) 
     }
 
 
-async def _evaluate(config: Config, engine: VllmEngine | TransformersEngine) -> Evaluator:
+async def _evaluate(
+    config: Config, heldout: Sequence[Prompt], decode: Decode, engine: VllmEngine | TransformersEngine
+) -> Evaluator:
     pool, concurrency = None, 1
     try:
         if isinstance(engine, VllmEngine):
             concurrency = config.rollout.max_num_seqs
             await engine.serve_loaded(NAME, config.rollout.start_timeout_s)
-        tokenizer = load_tokenizer(config.model)
-        heldout = build_prompts(config, tokenizer).heldout
         pool = RewardPool(config.data.reward, config.rollout.reward_workers, config.rollout.reward_timeout_s)
-        evaluator = Evaluator(config, heldout, engine, pool.score, decoder(tokenizer))
+        evaluator = Evaluator(config, heldout, engine, pool.score, decode)
         await evaluator.run(concurrency)
         return evaluator
     finally:
@@ -147,7 +150,7 @@ async def _evaluate(config: Config, engine: VllmEngine | TransformersEngine) -> 
 
 
 def _engine(config: Config, kind: str) -> VllmEngine | TransformersEngine:
-    """Comes first, for it may fork."""
+    """Comes before threads of ours, for it may fork."""
     if kind == "transformers":
         return TransformersEngine.create(config, NAME)
     return VllmEngine.create(config, timeout_s=config.rollout.start_timeout_s)

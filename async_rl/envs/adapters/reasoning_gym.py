@@ -54,6 +54,10 @@ def _item(data: DataConfig, question: str, answer: Any) -> Item:
     )
 
 
+EXAMPLE = Item(shown={"question": "What is 1 + 2?", "expression": "1+2"}, fields={})
+"""What every item has to show, whatever the dataset."""
+
+
 def _dataset(data: DataConfig, seed: int) -> Any:
     from reasoning_gym import create_dataset
     from reasoning_gym.factory import DATASETS
