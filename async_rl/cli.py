@@ -11,6 +11,8 @@ import os
 import sys
 from pathlib import Path
 
+# An evaluation prints to a person's terminal, where a run has a log for what vLLM and torch say of themselves.
+QUIET = {"VLLM_LOGGING_LEVEL": "ERROR", "TORCH_CPP_LOG_LEVEL": "ERROR", "PYTHONWARNINGS": "ignore"}
 EXIT_CODES = """\
 exit codes: 0 done; 1 an engine died, or something unforeseen; 2 a mistake in the configuration or the command; 3 no rollout
 is left, or a rollout cannot reach the learner; 4 training failed, or no answer could be scored; 5 the books do not balance;
@@ -167,6 +169,8 @@ def _eval(arguments: argparse.Namespace) -> int:
     preflight.check_reward(config.data.reward)
     preflight.check_data(config.data)
     os.environ.update(dict.fromkeys(THREAD_VARIABLES, str(config.rollout.threads)), TOKENIZERS_PARALLELISM="false")
+    for variable, level in QUIET.items():
+        os.environ.setdefault(variable, level)
     _become(evaluation_argv(arguments.engine, arguments.config, overrides))
     return 0
 
