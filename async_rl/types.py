@@ -16,6 +16,7 @@ import numpy as np
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 Split = Literal["train", "eval"]
+MAX_REWARD = 1e12  # larger ones lose their last digits to fp32, and their squares soon everything
 MAX_SCORES = 16  # beside the reward, per answer
 MAX_SCORE_NAME_BYTES = 64
 

@@ -5,6 +5,9 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import os
+import signal
+import subprocess
+import sys
 import time
 from typing import Any
 
@@ -53,3 +56,18 @@ def pid(prompt: str, answer: str, **_: Any) -> int:
 def fingerprint(prompt: str, answer: str, **_: Any) -> float:
     """Another number in [0, 1) for each answer: two evaluations agree only if all their answers do."""
     return int(hashlib.md5(f"{prompt}{answer}".encode()).hexdigest(), 16) % 1000 / 1000
+
+
+def starts_a_program(prompt: str, answer: str, **_: Any) -> float:
+    """The usual shape of a reward that runs an answer: `answer` names a file that a program keeps fresh, and what follows."""
+    path, then = answer.split()
+    loop = f"import os, pathlib, time\nwhile True: pathlib.Path({path!r}).write_text(str(os.getpid())); time.sleep(0.05)"
+    program = subprocess.Popen([sys.executable, "-c", loop])
+    while not os.path.exists(path):
+        time.sleep(0.02)
+    print("noise", flush=True)
+    if then == "wait":
+        program.wait()
+    if then == "die":
+        os.kill(os.getpid(), signal.SIGKILL)
+    return 1.0

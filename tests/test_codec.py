@@ -20,12 +20,12 @@ from hypothesis.extra import numpy as npst
 from async_rl.config import parse_config
 from async_rl.transport.codec import MAX_DEPTH, MAX_ERROR_BYTES, BadMessage, decode, decode_group, encode, encode_group, plain
 from async_rl.transport.messages import PROTOCOL, Commit, Committed, Heartbeat, Hello, Lease, Prepare, Welcome
-from async_rl.types import MAX_SCORES, Attempt, Group, Trajectory
+from async_rl.types import MAX_REWARD, MAX_SCORES, Attempt, Group, Trajectory
 
 from .transport_samples import assert_same_group, make_group, make_trajectory
 
 INT32 = st.integers(0, 2**31 - 1)
-FINITE = st.floats(allow_nan=False, allow_infinity=False)
+FINITE = st.floats(-MAX_REWARD, MAX_REWARD)
 
 
 def make_lease(**changes: Any) -> Lease:
@@ -59,7 +59,7 @@ def trajectories(draw: st.DrawFn) -> Trajectory:
         versions=draw(npst.arrays(np.int32, n, elements=INT32)),
         mask=draw(npst.arrays(np.bool_, n)),
         finish_reason=draw(st.sampled_from(["stop", "length", "abort", "error"])),
-        reward=draw(st.floats()),
+        reward=draw(FINITE | st.just(math.nan)),
         error=draw(st.text(st.characters(codec="utf-8"), max_size=90)),
         scores=draw(st.dictionaries(st.text(st.characters(codec="utf-8"), min_size=1, max_size=16), FINITE, max_size=16)),
     )
@@ -152,10 +152,11 @@ def test_a_reward_of_any_numeric_type_arrives_as_a_float(reward: Any) -> None:
     assert type(got) is float and got == 0.25
 
 
-def test_a_reward_that_is_no_number_arrives_as_nan_with_its_reason() -> None:
-    group = dataclasses.replace(make_group(), trajectories=(make_trajectory(2, reward=None),))  # type: ignore[arg-type]
+@pytest.mark.parametrize(("reward", "says"), [(None, "None"), (1e308, "beyond 1e+12"), (-math.inf, "beyond")])
+def test_a_reward_that_is_no_number_to_learn_from_arrives_as_nan_with_its_reason(reward: Any, says: str) -> None:
+    group = dataclasses.replace(make_group(), trajectories=(make_trajectory(2, reward=reward),))
     got = decode_group(encode_group(group)).trajectories[0]
-    assert math.isnan(got.reward) and "None" in got.error
+    assert math.isnan(got.reward) and says in got.error
 
 
 def test_a_long_error_is_cut_at_a_character_and_the_header_stays_within_its_allowance() -> None:
@@ -232,6 +233,8 @@ def _i4(*values: int) -> bytes:
         ("schema", _with_header(surprise=1)),
         ("schema", _with_header(finish_reasons=["stop", "bored"])),
         ("schema", _with_header(rewards=[1.0, None])),
+        ("schema", _with_header(rewards=[1.0, 1e13])),
+        ("schema", _with_header(rewards=[1.0, -math.inf])),
         ("schema", _with_header(lengths=[9, -1])),
         ("schema", _with_header(scores=...)),
         ("schema", _with_header(scores=[{}, {"a": "1"}])),

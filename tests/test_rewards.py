@@ -97,6 +97,8 @@ def test_one_number_in_any_dress_is_a_score(value: Any) -> None:
         ({"score": 1, "a\ud800": 1.0}, "under the name"),
         (math.nan, "nan"),
         (-math.inf, "-inf"),
+        (-1e308, "beyond 1e+12"),
+        (10**400, "inf"),
         (1j, "complex"),
     ],
 )
@@ -251,6 +253,31 @@ def test_a_pool_whose_idle_workers_were_killed_starts_new_ones() -> None:
         os.kill(worker, signal.SIGKILL)
         time.sleep(1.0)
         assert asyncio.run(run(scorer)) == [Scored(1.0)]
+
+
+@pytest.mark.parametrize("then", ["wait", "die", "return"])
+def test_a_program_that_a_reward_has_started_ends_with_it(then: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "pid"
+    with pool("starts_a_program", timeout_s=10.0 if then == "return" else 2.0) as scorer:
+        scored = asyncio.run(scorer.score(prompt(), f"{path} {then}"))
+        assert math.isnan(scored.reward) == (then != "return")
+        if then != "return":
+            _assert_gone(int(path.read_text()))
+    _assert_gone(int(path.read_text()))
+    assert capfd.readouterr().out == "", "what a reward prints is not the result of the command"
+
+
+def _assert_gone(pid: int) -> None:
+    deadline = time.monotonic() + 5
+    while time.monotonic() < deadline:
+        try:
+            if "State:\tZ" in Path(f"/proc/{pid}/status").read_text():
+                return
+        except OSError:
+            return
+        time.sleep(0.05)
+    os.kill(pid, signal.SIGKILL)
+    raise AssertionError(f"process {pid} outlived its reward")
 
 
 def test_closing_does_not_wait_for_a_function_that_hangs() -> None:

@@ -9,6 +9,7 @@ then (BR-101).
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import importlib
 import inspect
 import math
@@ -16,6 +17,7 @@ import multiprocessing
 import numbers
 import os
 import re
+import signal
 import subprocess
 import sys
 import threading
@@ -27,7 +29,7 @@ from typing import Any
 from pebble import ProcessExpired, ProcessPool
 
 from async_rl.envs.base import Scored
-from async_rl.types import MAX_SCORE_NAME_BYTES, MAX_SCORES, Prompt
+from async_rl.types import MAX_REWARD, MAX_SCORE_NAME_BYTES, MAX_SCORES, Prompt
 
 START_TIMEOUT_S = 60.0
 GRACE_S = 30.0
@@ -107,6 +109,7 @@ class RewardPool:
         except TimeoutError:
             return Scored(math.nan, f"reward {self._reward} took longer than {self._timeout_s:g} s")
         except ProcessExpired as e:
+            _end_group(e.pid)
             return Scored(math.nan, f"reward {self._reward} ended its process with code {e.exitcode}")
         except asyncio.CancelledError:
             raise
@@ -141,10 +144,10 @@ class RewardPool:
 
 
 def as_score(value: Any) -> Scored:
-    """The finite reward in whatever a reward function returned, or NaN and the reason.
+    """The reward, within +-MAX_REWARD, in whatever a reward function returned, or NaN and the reason.
 
     Accepted: int, float, bool, their numpy kinds, 0-d arrays and tensors, and a dict with one of these as `score` or `reward`
-    (BR-087). Other entries of a dict that are finite numbers become scores; texts, NaN and the like are left out. More scores
+    (BR-087). Other entries of a dict that are such numbers become scores; texts, NaN and the like are left out. More scores
     than MAX_SCORES, or a name beyond MAX_SCORE_NAME_BYTES, is a mistake: the answer is not scored, and the reason says so.
     """
     scores: dict[str, float] = {}
@@ -153,13 +156,13 @@ def as_score(value: Any) -> Scored:
         if not found:
             return Scored(math.nan, f"returned a dict without 'score' or 'reward': keys {sorted(map(str, value))[:5]}")
         others = {str(key): _number(entry) for key, entry in value.items() if key != found[0]}
-        scores = {name: x for name, x in others.items() if x is not None and math.isfinite(x)}
+        scores = {name: x for name, x in others.items() if x is not None and abs(x) <= MAX_REWARD}
         value = value[found[0]]
     reward = _number(value)
     if reward is None:
         return Scored(math.nan, f"returned a {type(value).__name__}, not one number")
-    if not math.isfinite(reward):
-        return Scored(math.nan, f"returned {reward}")
+    if not math.isfinite(reward) or abs(reward) > MAX_REWARD:
+        return Scored(math.nan, f"returned {reward:g}" + f", beyond {MAX_REWARD:g}" * math.isfinite(reward))
     problem = _too_many(scores)
     return Scored(math.nan, problem) if problem else Scored(reward, "", scores)
 
@@ -234,14 +237,25 @@ async def _wait(value: Any) -> Any:
 
 
 def _start_worker(parent: int) -> None:
-    """A scorer that hangs would outlive a rollout that was killed; this thread ends it."""
+    """A scorer leads a process group, so that programs which a reward has started end with it: when it overstays, when the pool
+    closes, and, by a thread, when its rollout is gone. What it prints is no result: it goes to stderr."""
+    os.setsid()
+    os.dup2(2, 1)
+    signal.signal(signal.SIGTERM, lambda *_: os.killpg(0, signal.SIGKILL))
 
     def watch() -> None:
         while os.getppid() == parent:
             time.sleep(ORPHAN_CHECK_S)
-        os._exit(1)
+        os.killpg(0, signal.SIGKILL)
 
     threading.Thread(target=watch, daemon=True).start()
+
+
+def _end_group(leader: int | None) -> None:
+    """What a scorer that died by itself has left running."""
+    if leader:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(leader, signal.SIGKILL)
 
 
 def _discard(pool: ProcessPool) -> None:

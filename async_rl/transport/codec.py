@@ -18,7 +18,7 @@ import numpy as np
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
 from async_rl.transport.messages import MESSAGE, PROTOCOL, AnyMessage, Count, Message
-from async_rl.types import MAX_SCORE_NAME_BYTES, MAX_SCORES, Attempt, FinishReason, Group, Split, Trajectory
+from async_rl.types import MAX_REWARD, MAX_SCORE_NAME_BYTES, MAX_SCORES, Attempt, FinishReason, Group, Split, Trajectory
 
 CONTROL_MAX_BYTES = 16 << 20  # one control message: a prompt of a million tokens, or a manifest of ten thousand tensors
 MAX_SIBLINGS = 65536
@@ -57,7 +57,8 @@ def _short(name: str) -> str:
 
 
 _ScoreName = Annotated[str, Field(min_length=1), AfterValidator(_short)]
-_Scores = Annotated[dict[_ScoreName, Annotated[float, Field(allow_inf_nan=False)]], Field(max_length=MAX_SCORES)]
+_Number = Annotated[float, Field(ge=-MAX_REWARD, le=MAX_REWARD)]
+_Scores = Annotated[dict[_ScoreName, _Number], Field(max_length=MAX_SCORES)]
 
 _EACH = Field(min_length=1, max_length=MAX_SIBLINGS, fail_fast=True)  # one entry per sibling
 
@@ -69,6 +70,12 @@ class _Spec(BaseModel):
     shape: Annotated[list[_Length], Field(min_length=1, max_length=1)]
 
 
+def _bounded(reward: float) -> float:
+    if abs(reward) > MAX_REWARD:  # NaN, for an answer that could not be scored, is not
+        raise ValueError(f"a reward beyond {MAX_REWARD:g}")
+    return reward
+
+
 class _Header(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid")
     protocol: int
@@ -77,7 +84,7 @@ class _Header(BaseModel):
     split: Split
     rollout_id: _Word
     finish_reasons: Annotated[list[FinishReason], _EACH]
-    rewards: Annotated[list[float], _EACH]
+    rewards: Annotated[list[Annotated[float, AfterValidator(_bounded)]], _EACH]
     errors: Annotated[list[Annotated[str, Field(max_length=MAX_ERROR_BYTES)]], _EACH]
     scores: Annotated[list[_Scores], _EACH]
     lengths: Annotated[list[_Length], _EACH]
@@ -254,6 +261,8 @@ def _reward(trajectory: Trajectory) -> tuple[float, str]:
     except (TypeError, ValueError, OverflowError):
         reward = float("nan")
         error = error or f"reward {_text(trajectory.reward)[:100]!r} is not a number"
+    if abs(reward) > MAX_REWARD:
+        reward, error = float("nan"), error or f"reward {reward:g} is beyond {MAX_REWARD:g}"
     return reward, error.encode("utf-8", "replace")[:MAX_ERROR_BYTES].decode("utf-8", "ignore")
 
 
