@@ -107,10 +107,7 @@ class Progress:
         }
         self._write(row)
         self._samples.write(evaluation)
-        self.notice(
-            f"held-out accuracy of version {version}: {evaluation.accuracy:.3f} "
-            f"({evaluation.num_delivered} answers, {evaluation.missing} missing, {seconds:.1f} s)"
-        )
+        self.notice(f"held-out accuracy of version {version}: {evaluation.summary()}, {seconds:.1f} s")
 
     def _write(self, row: dict[str, Any]) -> None:
         with self._lock:
