@@ -45,6 +45,10 @@ def learner(mode: str, run_dir: str) -> int:
         return rank.wait()
     if mode == "stoppable":
         return stoppable(folder)
+    if mode == "too_young":  # Python's own start, interrupted
+        signal.signal(signal.SIGINT, lambda *_: (print("Traceback\n  noise\nKeyboardInterrupt", file=sys.stderr), os._exit(1)))
+        note(folder, "rank")
+        time.sleep(60)
     if mode == "deaf":
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, signal.SIG_IGN)
@@ -53,6 +57,16 @@ def learner(mode: str, run_dir: str) -> int:
         time.sleep(0.3)
         print("Traceback: noise\nlearner: the loss is not finite in 5 steps in a row", file=sys.stderr)
         return 4
+    if mode == "fails_and_says":
+        time.sleep(0.3)
+        sentence = "the loss is not finite in 5 steps in a row"
+        print(f"learner: {sentence}", file=sys.stderr)
+        (folder / "result.json").write_text(json.dumps({"status": "failed", "exit_code": 4, "reason": sentence}))
+        return 4
+    if mode == "refuses":
+        time.sleep(0.3)
+        print("learner: data.path is absent", file=sys.stderr)
+        return 2
     if mode == "killed_once" and not (folder / "checkpoints" / "latest").exists():
         (folder / "checkpoints" / "latest").mkdir(parents=True)
         os.kill(os.getpid(), signal.SIGKILL)

@@ -39,6 +39,17 @@ def test_ids_are_apart_from_training_from_other_versions_and_from_other_lives():
     assert not is_eval_id(0) and not is_eval_id(10**12)
 
 
+def test_a_summary_says_how_many_answers_could_not_be_scored_and_why():
+    e = evaluation(draws=3)
+    ids = [g for g, _ in leases(e)]
+    assert e.summary() == "unknown (0 answers, 3 missing)"
+    for group_id, error in zip(ids, ("raised TypeError: no", "raised KeyError: x"), strict=False):
+        e.deliver(group_id, True, math.nan, dataclasses.replace(make_trajectory([5]), reward=math.nan, error=error))
+    assert e.summary() == "unknown (0 answers, 1 missing, 2 could not be scored, the first: raised TypeError: no)"
+    e.deliver(ids[2], True, 1.0, make_trajectory([5]))
+    assert e.summary().startswith("1.000 (1 answers, 0 missing, 2 could not be scored")
+
+
 def test_accuracy_is_the_mean_over_what_was_delivered_and_missing_is_counted():
     e = evaluation(draws=4)
     assert math.isnan(e.accuracy) and e.missing == 4 and not e.done

@@ -13,6 +13,9 @@ from pathlib import Path
 import psutil
 import pytest
 
+from async_rl.launcher.plan import ProcessSpec
+from async_rl.launcher.processes import Child, Pipes
+
 FAKES = Path(__file__).with_name("launcher_fakes.py")
 
 
@@ -95,13 +98,86 @@ def test_a_learner_that_fails_ends_the_run_with_its_code_and_its_last_words_once
     assert run.survivors() == [], "a helper that ignores SIGTERM outlived the run"
 
 
+def test_a_failure_that_the_learner_has_put_into_its_result_is_one_line_not_the_end_of_its_log(launch):
+    run = launch("fails_and_says", "waits_for_end")
+    code, out, err = run.end()
+    assert code == 4
+    (line,) = [line for line in err.splitlines() if "the loss is not finite" in line]
+    assert line.startswith("async-rl: the learner ended with exit code 4: the loss") and line.endswith("logs/learner.log")
+    assert json.loads(out.splitlines()[-1])["exit_code"] == 4
+
+
+def test_the_end_of_a_log_is_that_of_this_life_alone(launch, tmp_path):
+    logs = tmp_path / "run" / "logs"
+    logs.mkdir(parents=True)
+    for name in ("learner", "rollout-0"):
+        (logs / f"{name}.log").write_text("step 7/9 of the run before\n")
+    _, _, err = launch("fails", "waits_for_end").end()
+    assert "the loss is not finite" in err and "of the run before" not in err
+    assert "step 7/9" in (logs / "learner.log").read_text(), "the log itself keeps all lives"
+
+
+def test_what_a_refused_run_ends_with_is_not_the_result_of_the_run_before(launch, tmp_path):
+    (tmp_path / "run").mkdir()
+    old = json.dumps({"status": "stopped", "exit_code": 2, "reason": "old"})
+    (tmp_path / "run" / "result.json").write_text(old)
+    code, out, _ = launch("refuses", "waits_for_end").end()
+    said = json.loads(out.splitlines()[-1])
+    assert (code, said["status"], said["exit_code"]) == (2, "failed", 2)
+    assert said["reason"] == "the learner ended with exit code 2: data.path is absent"
+    assert (tmp_path / "run" / "result.json").read_text() == old, "the folder is as it was"
+
+
+def test_two_writers_of_a_log_never_share_a_line(tmp_path):
+    program = (
+        "import os, time; os.write(1, b'half'); time.sleep(.3); os.write(2, b'other\\n'); time.sleep(.3); os.write(1, b' line')"
+    )
+    child = Child(ProcessSpec("x", (sys.executable, "-c", program), dict(os.environ), tmp_path / "x.log", None, ()), piped=True)
+    pipes = Pipes()
+    pipes.add(child)
+    while child.poll() is None:
+        pipes.pass_on(0.05)
+    pipes.pass_on(0.0)
+    child.close()
+    assert (tmp_path / "x.log").read_text() == "other\nhalf line\n"
+
+
+@pytest.mark.parametrize(
+    ("said", "words"),
+    [
+        ("loading\nrollout-0: no learner at 127.0.0.1\nnoise of a library\n", "no learner at 127.0.0.1"),
+        (
+            "Traceback:\n  here\nValueError: no such planet\nx.py:1: UserWarning: leaked\n  warnings.warn(\n",
+            "ValueError: no such planet",
+        ),
+        ("", ""),
+        ("Traceback (most recent call last):\n  here\nAssertionError\n", "AssertionError"),
+        ("word " * 100, ("word " * 100)[:199] + "…"),
+    ],
+)
+def test_the_last_words_of_a_process_are_its_last_sentence(tmp_path, said, words):
+    log = tmp_path / "rollout-0.log"
+    log.write_text("rollout-0: the words of an earlier life\n")
+    program = (sys.executable, "-c", "import sys; sys.stderr.write(sys.argv[1])", said)
+    child = Child(ProcessSpec("rollout-0", program, dict(os.environ), log, None, ()))
+    child.popen.wait(20)
+    child.close()
+    assert child.last_words() == words
+
+
 def test_a_rollout_that_breaks_the_same_way_twice_ends_the_run_within_15_s(launch):
     begin = time.monotonic()
     run = launch("stoppable", "breaks")
-    code, _, err = run.end()
+    code, out, err = run.end()
     assert code == 3 and time.monotonic() - begin < 15 + 10  # 10 s for three Pythons to start on a busy machine
     assert len(run.pids("rollout")) == 2, "one second chance, then no more of the same"
-    assert "the engine refuses this model" in err and "logs/rollout-0.log" in err
+    again, gone, last = (line for line in err.splitlines() if "rollout-0 ended with exit code 1" in line)
+    assert 'its last words: "rollout: the engine refuses this model"; starting it again (1 of 3)' in again
+    assert again.endswith("logs/rollout-0.log") and "as before; it is not started again" in gone
+    assert last.endswith("logs/rollout-0.log:") and "    rollout: the engine refuses this model" in err.splitlines()
+    said = json.loads(out.splitlines()[-1])
+    assert (said["status"], said["exit_code"]) == ("failed", 3), "how the run ended, not how the learner did"
+    assert said["reason"] == "no rollout is left: rollout-0 ended with exit code 1: rollout: the engine refuses this model"
     assert json.loads((run.folder / "heard.json").read_text()) == [signal.SIGTERM], "the learner was asked to stop"
     assert run.survivors() == []
 
@@ -122,14 +198,29 @@ def test_a_learner_that_is_killed_is_started_again_when_there_is_a_checkpoint(la
     assert out.splitlines()[:-1] == ["step 1/1"]
 
 
-def test_ctrl_c_reaches_each_rank_once_and_the_run_ends_when_it_has_saved(launch):
+def test_ctrl_c_reaches_each_rank_once_and_a_run_without_a_step_says_that_it_was_stopped(launch, tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "result.json").write_text('{"status": "stopped", "exit_code": 130, "reason": "old"}')
     run = launch("torchrun", "waits_for_end")
     run.wait_for("rank")
     run.process.send_signal(signal.SIGINT)
-    code, _, err = run.end()
+    code, out, err = run.end()
     assert code == 130, err
+    reason = "stopped by SIGINT before the first step"
+    expected = {"status": "stopped", "exit_code": 130, "reason": reason, "run_dir": str(run.folder)}
+    assert json.loads(out.splitlines()[-1]) == json.loads((run.folder / "result.json").read_text()) == expected
+    assert f"async-rl: {reason}; nothing new was saved" in err.splitlines()
     assert json.loads((run.folder / "heard.json").read_text()) == [signal.SIGINT]
     assert "Traceback" not in err and run.survivors() == []
+
+
+def test_ctrl_c_while_the_learners_interpreter_starts_is_a_stop_and_no_bug(launch):
+    run = launch("too_young", "waits_for_end")
+    run.wait_for("rank")
+    run.process.send_signal(signal.SIGINT)
+    code, out, err = run.end()
+    assert code == json.loads(out.splitlines()[-1])["exit_code"] == 130, err
+    assert "noise" not in err
 
 
 def test_a_second_ctrl_c_kills_a_learner_that_does_not_listen(launch):
@@ -141,7 +232,9 @@ def test_a_second_ctrl_c_kills_a_learner_that_does_not_listen(launch):
     time.sleep(0.5)
     assert run.process.poll() is None, "the first one waits for the learner"
     run.process.send_signal(signal.SIGINT)
-    assert run.end(30)[0] == 130
+    code, out, _ = run.end(30)
+    assert code == json.loads(out.splitlines()[-1])["exit_code"] == 130
+    assert json.loads(out.splitlines()[-1])["reason"] == "stopped by a second SIGINT, without a checkpoint"
     assert run.survivors() == []
 
 

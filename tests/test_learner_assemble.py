@@ -114,6 +114,15 @@ def test_the_result_can_be_recomputed_from_the_rows() -> None:
     assert result["scores"] == {"length": {"first": 3.0, "last": 8.0}, "late": {"first": 2.0, "last": 2.0}}
     assert result["invalid"] == {"unscorable": 103, "aborted": 1}, "counted anew in each life of the learner"
     assert result["num_invalid"] == 104
+    assert summarize(steps, {}, {2: {"TypeError": 7}})["invalid"] == {"unscorable": 3, "TypeError": 7}, "known better"
+
+
+def test_answers_that_could_not_be_used_are_counted_also_without_a_step_and_by_few_reasons() -> None:
+    lives = {life: {f"E{life}.{n}": n + 1 for n in range(12)} for life in (1, 2)}
+    result = summarize([{"eval/version": 0, "eval/accuracy": None, "eval/unscored": 8}], {}, lives)
+    assert result["num_invalid"] == sum(result["invalid"].values()) == 2 * 78
+    assert len(result["invalid"]) == 16 and result["invalid"]["E1.11"] == 12
+    assert (result["eval_unscored"], result["evals"]) == (8, [])
 
 
 def test_the_last_accuracy_never_counts_the_evaluation_before_the_first_step() -> None:

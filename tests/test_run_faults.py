@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import time
@@ -30,6 +31,13 @@ def _assert_nothing_left(run: Run) -> None:
     while run.pids() and time.monotonic() < deadline:
         time.sleep(0.1)
     assert run.pids() == [], "no process outlives the run"
+
+
+def _assert_stopped(run: Run, reason: str, code: int) -> None:
+    result = json.loads(run.text().splitlines()[-1])
+    assert result == json.loads((run.run_dir / "result.json").read_text())
+    assert (result["status"], result["exit_code"], result["reason"]) == ("stopped", code, reason)
+    assert reason in "".join(run.text().splitlines()[:-1])
 
 
 def test_a_rollout_killed_mid_group_costs_nothing_but_time(tmp_path: Path, model: str) -> None:
@@ -87,11 +95,20 @@ def test_sigterm_saves_ends_the_rollouts_and_the_run_can_be_continued(tmp_path: 
     assert_books_balance(result, trained=48)
 
 
-def test_a_reward_that_always_raises_ends_the_run_with_its_error(tmp_path: Path, model: str) -> None:
+def test_a_reward_that_always_raises_ends_the_run_with_its_error_said_once(tmp_path: Path, model: str) -> None:
     reward = "data.reward=tests.reward_functions:raises"
-    with train(tmp_path, *TOY, model, "num_steps=5", "eval.draws=0", reward) as run:
+    with train(tmp_path, *TOY, model, "num_steps=5", reward) as run:
         assert run.popen.wait(120) == 4
-    assert "unscorable" in run.text()
+    *lines, last = run.text().splitlines()
+    (failure,) = [line for line in lines if "groups were unscorable" in line]
+    assert failure.startswith("async-rl: the learner ended with exit code 4: all of the last 16 groups were unscorable")
+    raised = "reward tests.reward_functions:raises raised ValueError: no such planet"
+    (evaluated,) = [line for line in lines if line.startswith("-- held-out accuracy of version 0: ")]
+    assert f"unknown (0 answers, 0 missing, 8 could not be scored, the first: {raised})" in evaluated
+    assert any(line.startswith("-- answers that could not be used so far: ") and raised in line for line in lines)
+    result = json.loads(last)
+    assert (result["status"], result["exit_code"], result["eval_unscored"]) == ("failed", 4, 8)
+    assert list(result["invalid"]) == ["ValueError"] and result["num_invalid"] >= 16 * 2
     assert "Traceback" not in run.text()
 
 
@@ -127,7 +144,17 @@ def test_a_signal_during_the_start_ends_all_of_it_at_once(
         run.popen.send_signal(number)
         assert run.popen.wait(30) == 128 + number
     assert "Traceback" not in run.text()
+    _assert_stopped(run, f"stopped by {number.name} before the first step", 128 + number)
     _assert_nothing_left(run)
+
+
+def test_a_signal_while_the_model_is_made_ends_with_a_result_that_says_so(tmp_path: Path) -> None:
+    with train(tmp_path, *TOY, f"model.path={tmp_path / 'made'}", "model.make=tiny", "num_steps=5") as run:
+        run.wait_until("the recipe", lambda: "making the model" in run.text(), 60)
+        run.popen.send_signal(signal.SIGINT)
+        assert run.popen.wait(30) == 130
+    _assert_stopped(run, "stopped by SIGINT while the model was made", 130)
+    assert [path.name for path in tmp_path.iterdir() if "made" in path.name] == []
 
 
 def test_a_second_interrupt_ends_a_run_that_would_save_at_once(tmp_path: Path, model: str) -> None:

@@ -36,7 +36,11 @@ def test_a_reward_that_raises_at_every_third_answer_costs_those_answers_and_is_c
     assert_books_balance(result, trained=6 * 4)
     steps = run.steps()
     in_steps = sum(row["reward/num_invalid"] for row in steps)
-    assert result["invalid"] == {"unscorable": result["num_invalid"]}
+    assert result["invalid"] == {"ValueError": result["num_invalid"]}
+    assert (
+        "-- answers that could not be used so far: " in run.text() and "my_reward:score raised ValueError: call" in run.text()
+    )
+    assert result["eval_unscored"] == sum(row["eval/unscored"] for row in run.rows() if "eval/version" in row)
     assert 0 < in_steps <= result["num_invalid"]
     assert 0.25 < in_steps / sum(row["batch/num_samples"] for row in steps) < 0.42
     assert result["scores"] == {"length": {"first": pytest.approx(8, abs=8), "last": pytest.approx(8, abs=8)}}

@@ -128,6 +128,15 @@ class Evaluation:
         """What came back, in the order of the draws: also answers that do not count."""
         return [self._answers[index] for index in sorted(self._answers)]
 
+    def summary(self) -> str:
+        """The result for a terminal: the accuracy, what it counts, what it cannot count and the first error."""
+        counts = [f"{self.num_delivered} answers", f"{self.missing} missing"]
+        counts += [f"{self.mixed} not by this version alone"] if self.mixed else []
+        if self.unscored:
+            errors = (a.trajectory.error for a in self.answered() if a.pinned and not math.isfinite(a.trajectory.reward))
+            counts += [f"{self.unscored} could not be scored, the first: {next(errors, '') or 'no number'}"]
+        return f"{f'{self.accuracy:.3f}' if self._rewards else 'unknown'} ({', '.join(counts)})"
+
     def row(self) -> dict[str, float | int]:
         """The result as a metrics row; it names the weights it is of. Means of scores are over the answers that count."""
         counted = [answer.trajectory for index, answer in self._answers.items() if index in self._rewards]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import selectors
 import signal
 import subprocess
@@ -24,6 +25,8 @@ from async_rl.launcher.plan import ProcessSpec
 from async_rl.observability.process import PARENT_PID, die_with_parent
 
 TAIL_BYTES = 64 << 10
+NUM_SEARCHED = 50  # lines of a log, for a sentence
+MAX_WORDS = 200  # characters of it that a terminal gets
 
 
 class Child:
@@ -33,6 +36,7 @@ class Child:
         self.spec = spec
         spec.log.parent.mkdir(parents=True, exist_ok=True)
         self.log: IO[bytes] = spec.log.open("ab", buffering=0)
+        self._log_begin = self.log.seek(0, os.SEEK_END)  # before it: earlier lives of the same name
         launcher, cores = os.getpid(), spec.cores
 
         def tie() -> None:  # between fork and exec: the launcher has no threads, so Python is safe here
@@ -55,12 +59,23 @@ class Child:
         return self.popen.poll()
 
     def tail(self, num_lines: int) -> list[str]:
-        """The last lines of its log, without blank ones."""
+        """The last lines that this process has added to its log, without blank ones."""
         with self.spec.log.open("rb") as file:
-            file.seek(0, os.SEEK_END)
-            file.seek(max(0, file.tell() - TAIL_BYTES))
+            file.seek(max(self._log_begin, file.seek(0, os.SEEK_END) - TAIL_BYTES))
             lines = file.read().decode(errors="replace").splitlines()
         return list(deque((line.rstrip() for line in lines if line.strip()), maxlen=num_lines))
+
+    def last_words(self) -> str:
+        """What it said last that reads like a sentence, shortened; "" when it said nothing.
+
+        Our processes close with "NAME: sentence". Others end in a traceback's last line, with warnings of libraries around it.
+        """
+        lines, mark = self.tail(NUM_SEARCHED), f"{self.spec.name}: "
+        own = [line.removeprefix(mark) for line in lines if line.startswith(mark)]
+        noise = re.compile(r"\s|Traceback |.*Warning: ")
+        others = [line for line in lines if not noise.match(line)]
+        words = (own or others or [""])[-1]
+        return words if len(words) <= MAX_WORDS else f"{words[: MAX_WORDS - 1]}…"
 
     def signal(self, number: int, workers: bool = False) -> None:
         """Send it a signal; with `workers` to the processes it started (torchrun's ranks) instead, if there are any.
@@ -90,9 +105,10 @@ def family(children: Iterable[Child]) -> set[psutil.Process]:
 
 
 class Pipes:
-    """What piped children print goes to their logs and to the terminal."""
+    """What piped children print goes to their logs and to the terminal, in whole lines: others write there meanwhile."""
 
     def __init__(self) -> None:
+        self._unfinished: dict[Child, bytes] = {}
         self._selector = selectors.DefaultSelector()
         self._terminal_open = True
 
@@ -104,13 +120,21 @@ class Pipes:
     def pass_on(self, timeout_s: float) -> None:
         """Wait at most timeout_s for something to be printed, and pass it on."""
         for key, _ in self._selector.select(timeout_s):
+            child = key.data
             while data := key.fileobj.read(1 << 16):  # type: ignore[union-attr]
-                key.data.log.write(data)
-                self._show(data)
+                lines, newline, rest = (self._unfinished.pop(child, b"") + data).rpartition(b"\n")
+                self._unfinished[child] = rest
+                self._pass_on(child, lines + newline)
             if data == b"":
+                if rest := self._unfinished.pop(child, b""):
+                    self._pass_on(child, rest + b"\n")
                 self._selector.unregister(key.fileobj)
         if not self._selector.get_map():
             time.sleep(timeout_s)
+
+    def _pass_on(self, child: Child, data: bytes) -> None:
+        child.log.write(data)
+        self._show(data)
 
     def _show(self, data: bytes) -> None:
         if not self._terminal_open:

@@ -1,7 +1,8 @@
 """`async-rl train`: start one learner and its rollouts on this host, watch them, and end them together.
 
 Owns signals, restarts and the exit code. Invariant: every way out passes through `end_all`, so no process outlives the
-run; the first cause of a failure is told once, at the end, and the last line of stdout is the run's JSON.
+run; the first cause of a failure is told once, at the end, and whatever ends a run whose folder is claimed, the last line of
+stdout is its JSON.
 
     a child ends            what follows
     rollout, 0              it was told END, or left; nothing, unless it was the last one
@@ -13,6 +14,7 @@ run; the first cause of a failure is told once, at the end, and the last line of
 
 from __future__ import annotations
 
+import json
 import shutil
 import signal
 import sys
@@ -21,12 +23,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 
+from async_rl.launcher.ending import Ending, learners_result, settle
 from async_rl.launcher.plan import ProcessSpec
 from async_rl.launcher.prepare import Before, Prepared, claim, install_model, model_recipe, prepare, unfinished
 from async_rl.launcher.processes import Child, Pipes, end_all, own_children
 from async_rl.observability.process import adopt_orphans
 
-EXIT_CONFIG, EXIT_ROLLOUTS_GONE = 2, 3
+EXIT_BUG, EXIT_CONFIG, EXIT_ROLLOUTS_GONE = 1, 2, 3
 MAX_RESTARTS = 3
 POLL_S = 0.1
 STOP_GRACE_S = 300.0  # after a signal, for the checkpoint and the end of the books
@@ -44,20 +47,18 @@ def train(config_path: str, overrides: list[str]) -> int:
 def run(prepared: Prepared) -> int:
     """Claim the run folder, make the model if need be, supervise, print the result; returns the exit code."""
     before = Before(prepared.run_dir)
-    lock, news = claim(prepared)
-    with lock:
-        _say(f"run_dir {_short(prepared.run_dir)}{news}")
-        with Signals() as signals:
+    with Signals() as signals:
+        lock, news = claim(prepared)
+        with lock:
+            _say(f"run_dir {_short(prepared.run_dir)}{news}")
             adopt_orphans()
-            code = _make_model(prepared, signals)
-            if code == 0:
-                code = Supervisor(prepared, signals).run()
-    result = prepared.run_dir / "result.json"
-    if code == EXIT_CONFIG and not result.exists():
-        before.put_back()
-    elif result.exists():
-        print(" ".join(result.read_text().split("\n")).strip(), flush=True)
-    return code
+            ending = _make_model(prepared, signals) or Supervisor(prepared, signals).run()
+            refused = ending.code == EXIT_CONFIG and not learners_result(prepared.run_dir)
+            result = settle(prepared.run_dir, ending, keep=not refused)
+            if refused:
+                before.put_back()
+            print(json.dumps(result), flush=True)
+    return ending.code
 
 
 class Signals:
@@ -79,11 +80,11 @@ class Signals:
         self.asked.append(number)
 
 
-def _make_model(prepared: Prepared, signals: Signals) -> int:
-    """Make the model by its recipe when it is absent; returns 0, or the exit code of a recipe that failed."""
+def _make_model(prepared: Prepared, signals: Signals) -> Ending | None:
+    """Make the model by its recipe when it is absent; the run's end when that was stopped or failed."""
     spec = model_recipe(prepared)
     if spec is None:
-        return 0
+        return None
     _say(f"making the model {_short(Path(prepared.config.model.path))} by the recipe '{prepared.config.model.make}'")
     unfinished(prepared).parent.mkdir(parents=True, exist_ok=True)
     begin, bystanders = time.monotonic(), own_children()
@@ -95,15 +96,14 @@ def _make_model(prepared: Prepared, signals: Signals) -> int:
             said.pass_on(POLL_S)
         said.pass_on(0.0)
         if signals.asked:
-            _say("stopped; no model was kept")
-            return 128 + signals.asked[0]
-        code = _exit_code(child)
-        if code:
-            _tell_last_words(child, f"the recipe '{prepared.config.model.make}' failed with exit code {code}")
-            return code
+            reason = f"stopped by {_name(signals.asked[0])} while the model was made"
+            _say(f"{reason}; no model was kept")
+            return Ending(128 + signals.asked[0], "stopped", reason)
+        if code := _exit_code(child):
+            return _failure(child, code, f"the recipe '{prepared.config.model.make}' failed with exit code {code}")
         install_model(prepared)
         _say(f"model made in {time.monotonic() - begin:.0f} s")
-        return 0
+        return None
     finally:
         end_all([child], END_GRACE_S, bystanders)
         shutil.rmtree(unfinished(prepared), ignore_errors=True)
@@ -116,7 +116,7 @@ class Rollout:
     spec: ProcessSpec
     child: Child
     restarts: int = 0
-    last_words: str = ""
+    last_line: str | None = None  # of the life before; None before the first end
     gone: bool = field(default=False)
 
 
@@ -130,12 +130,13 @@ class Supervisor:
         self._learner_restarts = 0
         self._heeded = 0  # signals already acted upon
         self._deadline: float | None = None  # of a learner that was asked to stop
+        self._overdue = False  # it did not stop by then
         self._failed: tuple[int, Child, str] | None = None  # exit code, whose log tells, why
         self._pipes = Pipes()
         self._ended: list[Child] = []
 
-    def run(self) -> int:
-        """Start all, watch until the learner is done, end all; returns the exit code."""
+    def run(self) -> Ending:
+        """Start all, watch until the learner is done, end all."""
         plan = self._prepared.plan
         self._rollouts: list[Rollout] = []
         self._learner = self._start_learner()
@@ -166,6 +167,7 @@ class Supervisor:
                     return _exit_code(self._learner)
             if self._deadline is not None and time.monotonic() > self._deadline:
                 _say("the learner did not stop in time and is killed")
+                self._overdue = True
                 return 128 + (self._signals.asked[0] if self._signals.asked else signal.SIGKILL)
 
     def _heed_signals(self) -> None:
@@ -176,7 +178,7 @@ class Supervisor:
         if self._heeded or len(asked) > 1:
             self._deadline = time.monotonic()
         else:
-            _say(f"{signal.Signals(asked[0]).name}: asking the learner to save and stop; once more to kill everything")
+            _say(f"{_name(asked[0])}: asking the learner to save and stop; once more to kill everything")
             # what hangs up a terminal is a wish to end like any other; ranks know three of them
             self._stop_learner(asked[0] if asked[0] != signal.SIGHUP else signal.SIGTERM, STOP_GRACE_S)
         self._heeded = len(asked)
@@ -194,22 +196,29 @@ class Supervisor:
         if rollout.gone or rollout.child.poll() is None:
             return
         code = rollout.child.poll() or 0
-        words = (rollout.child.tail(1) or [""])[-1]
-        same_again = code > 0 and words == rollout.last_words
-        rollout.last_words = words
+        line = (rollout.child.tail(1) or [""])[-1]
+        same_again = code > 0 and line == rollout.last_line
+        rollout.last_line = line
         if code == 0 or self._stopping or self._learner.poll() is not None:
             rollout.gone = True
         elif code == EXIT_CONFIG or same_again or rollout.restarts == MAX_RESTARTS:
             rollout.gone = True
-            _say(f"{rollout.spec.name} {_how(code)}{' as before' if same_again else ''}; it is not started again")
+            self._report(rollout, f"{_how(code)}{' as before' if same_again else ''}", "it is not started again")
         else:
             rollout.restarts += 1
-            _say(f"{rollout.spec.name} {_how(code)}; starting it again ({rollout.restarts} of {MAX_RESTARTS})")
+            self._report(rollout, _how(code), f"starting it again ({rollout.restarts} of {MAX_RESTARTS})")
             self._ended.append(rollout.child)
             rollout.child = Child(rollout.spec)
         if code != 0 and not self._stopping and all(r.gone for r in self._rollouts):
             self._failed = (EXIT_ROLLOUTS_GONE, rollout.child, f"no rollout is left: {rollout.spec.name} {_how(code)}")
             self._stop_learner(signal.SIGTERM, END_GRACE_S)
+
+    def _report(self, rollout: Rollout, how: str, what_follows: str) -> None:
+        """One line; the reason is left to the end of the run when that is the next thing to be told."""
+        last = all(r.gone for r in self._rollouts)
+        words = "" if last else rollout.child.last_words()
+        said = f', its last words: "{words}"' if words else ""
+        _say(f"{rollout.spec.name} {how}{said}; {what_follows}; its log is {_short(rollout.spec.log)}")
 
     def _revive_learner(self) -> bool:
         """Start a learner that a signal killed again, when there is a checkpoint to start from."""
@@ -231,14 +240,36 @@ class Supervisor:
         while time.monotonic() < deadline and any(r.child.poll() is None for r in self._rollouts):
             time.sleep(POLL_S)
 
-    def _conclude(self, code: int) -> int:
-        """Tell the cause of a failure, once; the run's exit code."""
+    def _conclude(self, code: int) -> Ending:
+        """Tell the cause of a failure, once; how the run ended."""
         if self._failed:
             code, child, why = self._failed
-            _tell_last_words(child, why)
-        elif code and not self._signals.asked:
-            _tell_last_words(self._learner, f"the learner {_how(code)}")
-        return code
+            return _failure(child, code, why)
+        how, result = f"the learner {_how(code)}", learners_result(self._prepared.run_dir)
+        if code == 0:
+            return Ending(code, "finished", how)
+        asked = self._signals.asked
+        if asked and not result and self._learner.tail(1) == ["KeyboardInterrupt"]:
+            code = 128 + asked[0]  # it came before Python could take a signal, and ends as a bug would
+        if asked and (code in ORDERLY or self._overdue):
+            ending = Ending(code, "stopped", self._how_stopped())
+            if not result:
+                _say(f"{ending.reason}; nothing new was saved")
+            return ending
+        if code == EXIT_BUG or not result:
+            return _failure(self._learner, code, how)
+        # its own sentence is enough: the end of its log has been on the terminal
+        _say(f"{how}: {result.get('reason', 'it gave no reason')}; its log is {_short(self._learner.spec.log)}")
+        return Ending(code, "failed", how)
+
+    def _how_stopped(self) -> str:
+        """For a learner that had no time to say it."""
+        asked = self._signals.asked
+        if not self._overdue:
+            return f"stopped by {_name(asked[0])} before the first step"
+        if len(asked) > 1:
+            return f"stopped by a second {_name(asked[-1])}, without a checkpoint"
+        return f"stopped by {_name(asked[0])}, but killed after {STOP_GRACE_S:g} s without a checkpoint"
 
 
 def _exit_code(child: Child) -> int:
@@ -246,19 +277,26 @@ def _exit_code(child: Child) -> int:
     return code if code >= 0 else 128 - code
 
 
+def _name(number: int) -> str:
+    return signal.Signals(number).name
+
+
 def _how(code: int) -> str:
-    number = -code if code < 0 else code - 128
     try:
-        return f"was killed by {signal.Signals(number).name}"
+        return f"was killed by {_name(-code if code < 0 else code - 128)}"
     except ValueError:
         return f"ended with exit code {code}"
 
 
-def _tell_last_words(child: Child, why: str) -> None:
-    _say(f"{why}; the end of its log {_short(child.spec.log)}:")
-    for line in child.tail(NUM_LAST_WORDS):
+def _failure(child: Child, code: int, why: str) -> Ending:
+    """Show the end of the log that tells; the run's end."""
+    lines, log = child.tail(NUM_LAST_WORDS), _short(child.spec.log)
+    _say(f"{why}; the end of its log {log}:" if lines else f"{why}; it wrote nothing into its log {log}")
+    for line in lines:
         print(f"    {line}", file=sys.stderr)
     sys.stderr.flush()
+    words = child.last_words()
+    return Ending(code, "failed", f"{why}: {words}" if words else why)
 
 
 def _say(text: str) -> None:

@@ -23,7 +23,7 @@ from async_rl.envs.text import load_tokenizer
 from async_rl.learner import LearnerError
 from async_rl.learner.checkpoint import Checkpointer
 from async_rl.learner.commands import Commands
-from async_rl.learner.failure import RunStopped, lost_rank
+from async_rl.learner.failure import RunStopped, lost_rank, tell
 from async_rl.learner.lead import lead, weight_backend
 from async_rl.learner.model import hf_named_parameters, load_policy, make_mesh
 from async_rl.learner.optim import PolicyOptimizer
@@ -60,14 +60,14 @@ def main(run_dir: str) -> int:
         follow(rank)
         return 0
     except (ConfigError, LearnerError, PromptError, TaskError, TransportError) as e:
-        print(f"learner: {e}", file=sys.stderr, flush=True)
+        tell(str(e))
         return 2
     except RunStopped as e:
         return e.code
     except RuntimeError as e:
         if not lost_rank(e):
             raise
-        print(f"learner: rank {number} has lost another rank: {' '.join(str(e).split())[:200]}", file=sys.stderr, flush=True)
+        tell(f"rank {number} has lost another rank: {' '.join(str(e).split())[:200]}")
         return 1
     finally:
         if dist.is_initialized():

@@ -78,7 +78,7 @@ class ControlPlane:
         self.evaluation: Evaluation | None = None
         self.replies: dict[tuple[str, int], dict[str, Reply]] = {}  # (kind, membership) -> rollout id -> reply
         self.events: Counter[str] = Counter()  # joins, expulsions, unscorable groups, ...: what the metrics report
-        self.screen = Screen(config, vocab_size, ledger, self.events)
+        self.screen = Screen(config, vocab_size, ledger, self.events, notice)
         self.failure: BaseException | None = None
         self._alone_since = time.monotonic()
         self._ever_live = False

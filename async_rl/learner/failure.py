@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import torch.distributed as dist
 
 
@@ -25,3 +27,9 @@ def lost_rank(error: Exception) -> bool:
     """Whether a collective of the learner's ranks failed, which is how the death of one shows on the others."""
     several = dist.is_initialized() and dist.get_world_size() > 1
     return several and isinstance(error, RuntimeError) and (isinstance(error, dist.DistError) or "gloo/" in str(error))
+
+
+def tell(sentence: str) -> None:
+    """Say it on stderr, in one write: the log that a launcher makes of it has other writers."""
+    sys.stderr.write(f"learner: {sentence}\n")
+    sys.stderr.flush()

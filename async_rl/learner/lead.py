@@ -7,7 +7,6 @@ life cut short by the loss of another rank says nothing: the next life resumes, 
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Any, Literal
 
@@ -24,7 +23,7 @@ from async_rl.learner import LearnerError
 from async_rl.learner.best import Best
 from async_rl.learner.commands import Code
 from async_rl.learner.control import ControlPlane, Identity
-from async_rl.learner.failure import RunFailed, RunStopped, lost_rank
+from async_rl.learner.failure import RunFailed, RunStopped, lost_rank, tell
 from async_rl.learner.progress import Progress
 from async_rl.learner.publish import Publisher
 from async_rl.learner.rank import Rank
@@ -90,7 +89,8 @@ def lead(config: Config, folder: Path, rank: Rank, tasks: Tasks, checkpoint: byt
     if not books["balanced"]:
         code, status, reason = 5, "failed", f"the books do not balance: {books}"
     found_best = {"best": best.score._asdict()} if best.score else {}
-    return _finish(folder, progress, books, status=status, exit_code=code, reason=reason, **found_best)
+    result = progress.result(books, control.screen.invalid, status=status, exit_code=code, reason=reason, **found_best)
+    return _finish(folder, progress, result)
 
 
 def _train(trainer: Trainer) -> tuple[int, str, str]:
@@ -120,20 +120,23 @@ def _save_at_stop(trainer: Trainer, stopped: RunStopped) -> tuple[int, str, str]
             trainer.save()
     except RunFailed as e:
         return stopped.code, "stopped", f"{stopped}; {e}"
-    return stopped.code, "stopped", f"{stopped}; checkpoint of version {trainer.saved}" if trainer.saved >= 0 else str(stopped)
+    if trainer.version == 0:
+        return stopped.code, "stopped", f"{stopped} before the first step"
+    saved = f"checkpoint of version {trainer.saved}" if trainer.saved >= 0 else "no checkpoint could be written"
+    return stopped.code, "stopped", f"{stopped}; {saved}"
 
 
-def _finish(folder: Path, progress: Progress, books: dict[str, Any], **ending: Any) -> int:
-    code, reason = ending["exit_code"], ending["reason"]
-    progress.notice(f"{ending['status']}: {reason}")
-    result = progress.result(books, **ending)
+def _finish(folder: Path, progress: Progress, result: dict[str, Any]) -> int:
+    if result["status"] == "failed":  # once: a launcher keeps this line in its log and says the reason of the result
+        log.info("failed: %s", result["reason"])
+        tell(result["reason"])
+    else:
+        progress.notice(f"{result['status']}: {result['reason']}")
     if result["steps"]:
         report = write_report(folder)
         result["report"] = str(report)
         (folder / "result.json").write_text(json.dumps(result))
-    if code not in (0, 130, 138, 143):
-        print(f"learner: {reason}", file=sys.stderr, flush=True)
-    return code
+    return result["exit_code"]
 
 
 def _data(config: Config, tasks: Tasks, incarnation: int, state: dict[str, Any] | None) -> tuple[Ledger, PromptStream]:

@@ -10,7 +10,7 @@ import json
 import threading
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -107,10 +107,7 @@ class Progress:
         }
         self._write(row)
         self._samples.write(evaluation)
-        self.notice(
-            f"held-out accuracy of version {version}: {evaluation.accuracy:.3f} "
-            f"({evaluation.num_delivered} answers, {evaluation.missing} missing, {seconds:.1f} s)"
-        )
+        self.notice(f"held-out accuracy of version {version}: {evaluation.summary()}, {seconds:.1f} s")
 
     def _write(self, row: dict[str, Any]) -> None:
         with self._lock:
@@ -119,13 +116,17 @@ class Progress:
             if "reward/mean" in row:
                 self._console.step(row)
 
-    def result(self, books: dict[str, Any], **ending: Any) -> dict[str, Any]:
-        """The final object, also written to `result.json`."""
+    def result(self, books: dict[str, Any], invalid: Mapping[str, int], **ending: Any) -> dict[str, Any]:
+        """The final object, also written to `result.json`; `invalid` counts the answers of this life that were of no use."""
         self._samples.close()
         with self._lock:
             for sink in self._sinks:
                 sink.close()
-        result = {**summarize(read_run(self.run_dir), books), **ending, "run_dir": str(self.run_dir)}
+        result = {
+            **summarize(read_run(self.run_dir), books, {self.incarnation: invalid}),
+            **ending,
+            "run_dir": str(self.run_dir),
+        }
         result["seconds"] = time.monotonic() - self._started
         (self.run_dir / "result.json").write_text(json.dumps(result))
         return result

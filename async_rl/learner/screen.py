@@ -1,22 +1,31 @@
 """The learner's own look at a delivered group: what no batch could use never gets into one.
 
-Owns the count of what was left out, by reason. Call under the control plane's lock. Imports algorithms, config and the
-ledger. Invariant: what is refused or dropped here is counted in the events.
+Owns the count of what was left out, by reason, and says it, rarely. Call under the control plane's lock. Imports
+algorithms, config and the ledger. Invariant: what is refused or dropped here is counted in the events.
 """
 
 from __future__ import annotations
 
+import re
 from collections import Counter
+from collections.abc import Callable
 
 from async_rl.algorithms import filters
 from async_rl.config import Config
 from async_rl.data.ledger import Ledger
 from async_rl.types import Group
 
+EXCEPTION = re.compile(r"(?:^|\braised |\bscored: )([A-Za-z_]\w{0,63}):(?: |$)")  # in what envs/rewards and rollouts say
+MAX_KINDS = 16
+
 
 class Screen:
-    def __init__(self, config: Config, vocab_size: int, ledger: Ledger, events: Counter[str]) -> None:
-        self.config, self.ledger, self.events = config, ledger, events
+    def __init__(
+        self, config: Config, vocab_size: int, ledger: Ledger, events: Counter[str], notice: Callable[[str], None]
+    ) -> None:
+        self.config, self.ledger, self.events, self.notice = config, ledger, events, notice
+        self.invalid: Counter[str] = Counter()  # answers that no step can use, by kind; at most MAX_KINDS
+        self._noticed = 0  # how many there were at the last notice
         self.vocab_size = vocab_size  # ids below it can be scored
         self.last_error = ""
         self.failed_in_a_row = 0  # groups dropped as unscorable since the last good one
@@ -37,8 +46,8 @@ class Screen:
         rewards = [t.reward for t, why in zip(group.trajectories, reasons, strict=True) if not why]
         for trajectory, why in zip(group.trajectories, reasons, strict=True):
             if why:
-                self.events[f"invalid/{why}"] += 1
-                self.last_error = trajectory.error or why
+                self._count(why, trajectory.error)
+        self._notice_rarely()
         if len(rewards) < 2:
             self.ledger.drop([group.group_id], "failed")
             self.events["groups_dropped_unscorable"] += 1
@@ -48,3 +57,21 @@ class Screen:
         refill = self.config.algorithm.zero_variance == "refill" and filters.zero_variance(rewards)
         if refill and self.ledger.may_filter():
             self.ledger.drop([group.group_id], "filtered")
+
+    def _count(self, why: str, error: str) -> None:
+        """By the type of the exception where there was one."""
+        found = EXCEPTION.search(error)
+        kind = found.group(1) if found else why
+        if kind not in self.invalid and len(self.invalid) >= MAX_KINDS - 1:
+            kind = "other"
+        self.invalid[kind] += 1
+        self.events[f"invalid/{kind}"] += 1
+        self.last_error = error or why
+
+    def _notice_rarely(self) -> None:
+        """The first time, and then each time that there are twice as many."""
+        total = self.invalid.total()
+        if total and total >= 2 * self._noticed:
+            self._noticed = total
+            kinds = ", ".join(f"{n} {kind}" for kind, n in self.invalid.most_common(3))
+            self.notice(f"answers that could not be used so far: {total} ({kinds}), the last: {self.last_error}")

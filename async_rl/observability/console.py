@@ -44,7 +44,10 @@ class Console:
         self._print(f"-- {' '.join(text.split())}")
 
     def _print(self, line: str) -> None:
-        print(line[:WIDTH] if not line.startswith("-- ") else line, file=self._stream or sys.stdout, flush=True)
+        stream = self._stream or sys.stdout
+        # one write for text and newline: into a pipe, another process may write between two
+        stream.write((line[:WIDTH] if not line.startswith("-- ") else line) + "\n")
+        stream.flush()
         self._lines_since_header += 1
 
 
