@@ -163,6 +163,24 @@ def test_a_second_interrupt_ends_a_run_that_would_save_at_once(tmp_path: Path, m
         run.popen.send_signal(signal.SIGINT)
         run.wait_until("the first to be heeded", lambda: "once more to kill everything" in run.text(), 10)
         run.popen.send_signal(signal.SIGINT)
-        assert run.popen.wait(20) == 128 + signal.SIGINT
+        assert run.popen.wait(8) == 128 + signal.SIGINT
     assert "Traceback" not in run.text()
+    _assert_nothing_left(run)
+
+
+@pytest.mark.parametrize("rank_dies", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_a_frozen_torchrun_holds_up_neither_the_end_of_a_run_nor_its_resume(
+    tmp_path: Path, model: str, rank_dies: bool
+) -> None:
+    with train(tmp_path, *TOY, model, "num_steps=8", "checkpoint.every=2") as run:
+        run.wait_until("version 3", lambda: _version(run) >= 3, 120)
+        for pid in run.pids("async_rl.learner.torchrun"):
+            os.kill(pid, signal.SIGSTOP)
+        if rank_dies:
+            for pid in set(run.pids("async_rl.learner")) - set(run.pids("async_rl.learner.torchrun")):
+                os.kill(pid, signal.SIGKILL)
+        result = run.finish(150)
+    assert "torchrun, pid" in run.text() and "after its last rank and is killed" in run.text()
+    assert ("resumed version" in run.text()) == rank_dies
+    assert_books_balance(result, trained=32)
     _assert_nothing_left(run)

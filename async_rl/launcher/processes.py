@@ -8,6 +8,7 @@ Invariant: after `end_all` no process that any child ever started is alive.
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import re
 import selectors
@@ -25,6 +26,7 @@ from async_rl.launcher.plan import ProcessSpec
 from async_rl.observability.process import PARENT_PID, die_with_parent
 
 TAIL_BYTES = 64 << 10
+LOOK_S = 1.0  # between two looks at all processes
 NUM_SEARCHED = 50  # lines of a log, for a sentence
 MAX_WORDS = 200  # characters of it that a terminal gets
 
@@ -92,6 +94,42 @@ class Child:
         self.log.close()
         if self.popen.stdout:
             self.popen.stdout.close()
+
+
+class Orphans:
+    """What the launcher alone can see of processes below its children: torchrun that outlives its ranks, which its own exit
+    code would never tell, and the dead that nobody else will bury."""
+
+    def __init__(self) -> None:
+        self._looked_s = -math.inf
+        self._last_rank_s: float | None = None  # when the learner's last rank was seen alive
+
+    def look(self, learner: Child, ours: Iterable[int]) -> float:
+        """Once a second: bury the dead that this process has adopted (not `ours`: who started those asks for their exit codes);
+        for how long the learner has been without ranks that it once had, in seconds."""
+        now = time.monotonic()
+        if now - self._looked_s >= LOOK_S:
+            self._looked_s = now
+            spared = set(ours)
+            for process in psutil.Process().children():
+                if process.pid not in spared and not _alive(process):
+                    with contextlib.suppress(ChildProcessError):
+                        os.waitpid(process.pid, os.WNOHANG)
+            with contextlib.suppress(psutil.NoSuchProcess):
+                if any(_alive(rank) for rank in psutil.Process(learner.popen.pid).children()):
+                    self._last_rank_s = now
+        return 0.0 if self._last_rank_s is None else now - self._last_rank_s
+
+    def forget(self) -> None:
+        """The learner is another one now."""
+        self._last_rank_s = None
+
+
+def _alive(process: psutil.Process) -> bool:
+    try:
+        return process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 def family(children: Iterable[Child]) -> set[psutil.Process]:

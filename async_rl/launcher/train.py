@@ -10,6 +10,7 @@ stdout is its JSON.
     last rollout            learner is asked to stop, exit code 3
     learner, by a signal    started again from its checkpoint, 3 times, if there is one
     learner, otherwise      its exit code is the run's
+    torchrun without ranks  killed after a while; what they said counts
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from types import FrameType
 from async_rl.launcher.ending import Ending, learners_result, settle
 from async_rl.launcher.plan import ProcessSpec
 from async_rl.launcher.prepare import Before, Prepared, claim, install_model, model_recipe, prepare, unfinished
-from async_rl.launcher.processes import Child, Pipes, end_all, own_children
+from async_rl.launcher.processes import Child, Orphans, Pipes, end_all, own_children
 from async_rl.observability.process import adopt_orphans
 
 EXIT_BUG, EXIT_CONFIG, EXIT_ROLLOUTS_GONE = 1, 2, 3
@@ -131,6 +132,8 @@ class Supervisor:
         self._heeded = 0  # signals already acted upon
         self._deadline: float | None = None  # of a learner that was asked to stop
         self._overdue = False  # it did not stop by then
+        self._orphans = Orphans()
+        self._bare = False  # the learner's torchrun was killed after its ranks had ended
         self._failed: tuple[int, Child, str] | None = None  # exit code, whose log tells, why
         self._pipes = Pipes()
         self._ended: list[Child] = []
@@ -146,11 +149,14 @@ class Supervisor:
             if code == 0:
                 self._await_goodbyes()
         finally:
-            children = [self._learner, *self._ended, *(r.child for r in self._rollouts)]
-            end_all(children, END_GRACE_S, self._bystanders)
+            end_all(self._children(), END_GRACE_S if len(self._signals.asked) < 2 else 0.0, self._bystanders)
         return self._conclude(code)
 
+    def _children(self) -> list[Child]:
+        return [self._learner, *self._ended, *(r.child for r in self._rollouts)]
+
     def _start_learner(self) -> Child:
+        self._orphans.forget()
         child = Child(self._prepared.plan.learner, piped=True)
         self._pipes.add(child)
         return child
@@ -161,12 +167,13 @@ class Supervisor:
             self._heed_signals()
             for rollout in self._rollouts:
                 self._look_after(rollout)
+            self._look_after_torchrun()
             if self._learner.poll() is not None:
                 self._pipes.pass_on(0.0)
                 if not self._revive_learner():
-                    return _exit_code(self._learner)
+                    return self._learners_code()
             if self._deadline is not None and time.monotonic() > self._deadline:
-                _say("the learner did not stop in time and is killed")
+                _say("killing everything" if len(self._signals.asked) > 1 else "the learner did not stop in time and is killed")
                 self._overdue = True
                 return 128 + (self._signals.asked[0] if self._signals.asked else signal.SIGKILL)
 
@@ -213,6 +220,20 @@ class Supervisor:
             self._failed = (EXIT_ROLLOUTS_GONE, rollout.child, f"no rollout is left: {rollout.spec.name} {_how(code)}")
             self._stop_learner(signal.SIGTERM, END_GRACE_S)
 
+    def _look_after_torchrun(self) -> None:
+        """One that is stopped, or stuck, does not notice that its ranks have ended, and nobody would notice it."""
+        bare_s = self._orphans.look(self._learner, [child.popen.pid for child in self._children()] + [*self._bystanders])
+        if bare_s > END_GRACE_S and self._learner.poll() is None:
+            _say(f"torchrun, pid {self._learner.popen.pid}, has not ended {bare_s:.0f} s after its last rank and is killed")
+            self._bare = True
+            self._learner.popen.kill()
+            self._learner.popen.wait()
+
+    def _learners_code(self) -> int:
+        """torchrun's, or what its ranks said when it is not its own word."""
+        said = learners_result(self._prepared.run_dir).get("exit_code") if self._bare else None
+        return _exit_code(self._learner) if said is None else int(said)
+
     def _report(self, rollout: Rollout, how: str, what_follows: str) -> None:
         """One line; the reason is left to the end of the run when that is the next thing to be told."""
         last = all(r.gone for r in self._rollouts)
@@ -222,7 +243,7 @@ class Supervisor:
 
     def _revive_learner(self) -> bool:
         """Start a learner that a signal killed again, when there is a checkpoint to start from."""
-        code = _exit_code(self._learner)
+        code = self._learners_code()
         killed = code >= 128 and code not in ORDERLY
         if not killed or self._stopping or self._learner_restarts == MAX_RESTARTS or not self._has_checkpoint():
             return False
