@@ -26,6 +26,7 @@ from async_rl.types import Completion, FinishReason, Sampling, WeightName
 from async_rl.weights.base import WeightsError
 from async_rl.weights.group import GroupSpec
 from async_rl.weights.manifest import Manifest
+from async_rl.weights.pretrained import check_whole
 
 if TYPE_CHECKING:
     from multiprocessing.process import BaseProcess
@@ -99,7 +100,9 @@ class VllmEngine:
 
     @classmethod
     def create(cls, config: Config, *, timeout_s: float) -> VllmEngine:
-        """Start vLLM; call it early, from the main thread. Raises EngineDead when it does not come up in timeout_s."""
+        """Start vLLM; call it early, from the main thread. Raises ConfigError for a model that lacks tensors, which vLLM would
+        not notice, and EngineDead when it does not come up in timeout_s."""
+        check_whole(config.model)
         private_dir = tempfile.mkdtemp(prefix="arl-")
         started = time.monotonic()
         try:
