@@ -41,8 +41,10 @@ def settings(path: str = "none", *, draws: int = 20, timeout_s: float = 60.0, **
 class Scripted:
     """An engine that answers each prompt with its own first token, and counts who is there at once."""
 
-    def __init__(self, error: Exception | None = None, wait_s: float = 0.001, finish: Any = "stop") -> None:
-        self.error, self.wait_s, self.finish = error, wait_s, finish
+    def __init__(
+        self, error: Exception | None = None, wait_s: float = 0.001, finish: Any = "stop", logprob: float = 0.0
+    ) -> None:
+        self.error, self.wait_s, self.finish, self.logprob = error, wait_s, finish, logprob
         self.asked: list[Sampling] = []
         self.now = self.most = 0
 
@@ -57,7 +59,7 @@ class Scripted:
         finally:
             self.now -= 1
         one = np.ones(1, dtype=np.int32)
-        return Completion(prompt_ids, prompt_ids[:1], np.zeros(1, np.float32), 0 * one, 0 * one, self.finish)
+        return Completion(prompt_ids, prompt_ids[:1], np.full(1, self.logprob, np.float32), 0 * one, 0 * one, self.finish)
 
 
 async def score(prompt: Prompt, answer: str) -> Scored:
@@ -91,6 +93,12 @@ async def test_an_answer_that_fails_is_unscored_and_says_why(engine: Scripted):
     evaluator = await run(engine, settings())
     assert evaluator.evaluation.unscored == 20 and evaluator.evaluation.missing == 0
     assert "odd prompt" in evaluator.last_error or "ended the answer with 'error'" in evaluator.last_error
+
+
+async def test_an_answer_of_weights_that_are_no_numbers_does_not_count_as_wrong():
+    evaluator = await run(Scripted(logprob=math.nan), settings())
+    assert evaluator.evaluation.unscored == 20 and evaluator.evaluation.num_delivered == 0
+    assert evaluator.last_error == "the engine gave log-prob nan for token 0"
 
 
 async def test_a_dead_engine_ends_it():

@@ -30,6 +30,7 @@ from async_rl.envs.text import decoder, load_tokenizer
 from async_rl.observability.log import setup_logging
 from async_rl.rollout.engine import EngineDead
 from async_rl.rollout.hf_engine import TransformersEngine
+from async_rl.rollout.scheduler import screened
 from async_rl.rollout.vllm_engine import VllmEngine
 from async_rl.types import Completion, Prompt, Sampling, WeightName
 from async_rl.weights.base import WeightsError
@@ -81,7 +82,7 @@ class Evaluator:
             return await self.engine.generate(prompt_ids, sampling, str(eval_id))
 
         try:
-            trajectory = await SingleTurn().run(prompt, sampling, generate, self.score, self.decode)
+            trajectory = screened(await SingleTurn().run(prompt, sampling, generate, self.score, self.decode))
         except EngineDead:
             raise
         except Exception as e:  # an environment's bug costs one answer, as it does in a run
