@@ -129,7 +129,8 @@ def test_what_cannot_be_evaluated_is_one_sentence(tmp_path):
     assert "a folder without config.json" in refused("eval", str(tmp_path), QUICKSTART)
     assert "eval.draws is 0" in refused("eval", str(tmp_path), QUICKSTART, "eval.draws=0")
     assert "did you mean" in refused("eval", str(tmp_path), QUICKSTART, "eval.drawz=1")
-    (tmp_path / "config.json").write_text("{}")
+    for name in ("config.json", "tokenizer.json", "pytorch_model.bin"):
+        (tmp_path / name).write_text("{}")
     assert "finds no module nowhere" in refused("eval", str(tmp_path), QUICKSTART, "data.reward=nowhere:f")
     assert "no option of 'basic_arithmetic'" in refused("eval", str(tmp_path), QUICKSTART, "data.options.max_term=3")
 
