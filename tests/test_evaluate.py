@@ -45,8 +45,13 @@ class Scripted:
         self, error: Exception | None = None, wait_s: float = 0.001, finish: Any = "stop", logprob: float = 0.0
     ) -> None:
         self.error, self.wait_s, self.finish, self.logprob = error, wait_s, finish, logprob
+        self.silent = False
         self.asked: list[Sampling] = []
         self.now = self.most = 0
+
+    async def ping(self, timeout_s: float) -> None:
+        if self.silent:
+            raise EngineDead(f"the engine core has not answered for {timeout_s:g} s")
 
     async def generate(self, prompt_ids: np.ndarray, sampling: Sampling, request_id: str) -> Completion:
         self.asked.append(sampling)
@@ -85,7 +90,14 @@ async def test_every_draw_is_answered_once_greedily_and_never_too_many_at_a_time
 async def test_what_has_not_come_in_time_is_missing_and_not_guessed():
     evaluator = await run(Scripted(wait_s=60.0), settings(timeout_s=0.1))
     assert evaluator.evaluation.missing == 20 and math.isnan(evaluator.evaluation.accuracy)
-    assert "eval.timeout_s=0.1" in evaluator.last_error
+    assert evaluator.last_error.startswith("not answered within eval.timeout_s=0.1, though the engine is alive: raise")
+
+
+async def test_an_engine_that_does_not_answer_is_told_from_one_that_is_slow():
+    engine = Scripted(wait_s=60.0)
+    engine.silent = True
+    evaluator = await run(engine, settings(timeout_s=0.1))
+    assert "eval.timeout_s=0.1, and the engine core has not answered for 10 s: look" in evaluator.last_error
 
 
 @pytest.mark.parametrize("engine", [Scripted(ValueError("odd prompt")), Scripted(finish="error")])

@@ -49,6 +49,9 @@ class TransformersEngine:
             finally:
                 stopped.set()
 
+    async def ping(self, timeout_s: float) -> None:
+        """See Engine.ping: it computes in this very process."""
+
     async def close(self) -> None:
         del self._model
 
