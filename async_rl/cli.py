@@ -11,19 +11,19 @@ import os
 import sys
 from pathlib import Path
 
-# An evaluation prints to a person's terminal, where a run has a log for what vLLM and torch say of themselves.
-QUIET = {"VLLM_LOGGING_LEVEL": "ERROR", "TORCH_CPP_LOG_LEVEL": "ERROR", "PYTHONWARNINGS": "ignore"}
+# An evaluation prints to a person's terminal, where a run has a log for what torch says of itself.
+QUIET = {"TORCH_CPP_LOG_LEVEL": "ERROR", "PYTHONWARNINGS": "ignore"}
 EXIT_CODES = """\
 exit codes: 0 done; 1 an engine died, or something unforeseen; 2 a mistake in the configuration or the command; 3 no rollout
-is left, or a rollout cannot reach the learner; 4 training failed, or no answer could be scored; 5 the books do not balance;
-128 + n stopped by signal n (130 is Ctrl-C)"""
+is left, or a rollout cannot reach the learner; 4 training failed, no answer could be scored, or an evaluation was not answered
+in time; 5 the books do not balance; 128 + n stopped by signal n (130 is Ctrl-C)"""
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run one command; returns its exit code."""
     if "" not in sys.path:
         sys.path.insert(0, "")  # the working directory, as with `python -m`: a reward of one's own lies there
-    arguments = _parser().parse_args(argv)
+    arguments = _arguments(argv)
     try:
         return arguments.command(arguments)
     except KeyboardInterrupt:
@@ -33,6 +33,17 @@ def main(argv: list[str] | None = None) -> int:
             raise
         print(f"async-rl: {e}", file=sys.stderr)
         return 2
+
+
+def _arguments(argv: list[str] | None) -> argparse.Namespace:
+    """argparse ends a list of positionals at the first option: what stands behind it is put back here."""
+    parser = _parser()
+    arguments, rest = parser.parse_known_args(argv)
+    if any("overrides" not in arguments or word.startswith("-") for word in rest):
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    if rest:
+        arguments.overrides = [*arguments.overrides, *rest]
+    return arguments
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -159,6 +170,7 @@ def _eval(arguments: argparse.Namespace) -> int:
     from async_rl.config import ConfigError, load_config
     from async_rl.launcher import preflight
     from async_rl.launcher.plan import THREAD_VARIABLES, evaluation_argv
+    from async_rl.rollout.stopped import hold_back
 
     model = (f"model.path={json.dumps(arguments.model)}", "model.make=null")  # quoted: a name may look like a number
     overrides = (*arguments.overrides, *model)
@@ -171,6 +183,7 @@ def _eval(arguments: argparse.Namespace) -> int:
     os.environ.update(dict.fromkeys(THREAD_VARIABLES, str(config.rollout.threads)), TOKENIZERS_PARALLELISM="false")
     for variable, level in QUIET.items():
         os.environ.setdefault(variable, level)
+    hold_back()
     _become(evaluation_argv(arguments.engine, arguments.config, overrides))
     return 0
 

@@ -129,9 +129,21 @@ def test_what_cannot_be_evaluated_is_one_sentence(tmp_path):
     assert "a folder without config.json" in refused("eval", str(tmp_path), QUICKSTART)
     assert "eval.draws is 0" in refused("eval", str(tmp_path), QUICKSTART, "eval.draws=0")
     assert "did you mean" in refused("eval", str(tmp_path), QUICKSTART, "eval.drawz=1")
-    (tmp_path / "config.json").write_text("{}")
+    for name in ("config.json", "tokenizer.json", "pytorch_model.bin"):
+        (tmp_path / name).write_text("{}")
     assert "finds no module nowhere" in refused("eval", str(tmp_path), QUICKSTART, "data.reward=nowhere:f")
     assert "no option of 'basic_arithmetic'" in refused("eval", str(tmp_path), QUICKSTART, "data.options.max_term=3")
+
+
+def test_settings_may_stand_behind_an_option(tmp_path):
+    sentence = refused("eval", str(tmp_path), QUICKSTART, "eval.draws=3", "--engine", "transformers", "eval.drawz=1")
+    assert "did you mean 'eval.draws'?" in sentence
+    for words in (["eval", str(tmp_path), QUICKSTART, "--enginee", "x"], ["report", str(tmp_path), "a=1"]):
+        done = run(*words)
+        assert (
+            done.returncode == 2
+            and "unrecognized arguments: " + " ".join(words[-1 if words[0] == "report" else -2 :]) in done.stderr
+        )
 
 
 def test_rollout_becomes_the_process_that_train_would_start(tmp_path):

@@ -138,6 +138,7 @@ def test_the_digest_ignores_where_files_go_and_nothing_else():
         "seed=-1",
         "rollout.num_slots=1000000000",
         "rollout.stop=['']",
+        "eval.draws=1048576",
     ],
 )
 def test_absurd_numbers_are_refused_by_key(override):

@@ -41,10 +41,17 @@ def settings(path: str = "none", *, draws: int = 20, timeout_s: float = 60.0, **
 class Scripted:
     """An engine that answers each prompt with its own first token, and counts who is there at once."""
 
-    def __init__(self, error: Exception | None = None, wait_s: float = 0.001, finish: Any = "stop") -> None:
-        self.error, self.wait_s, self.finish = error, wait_s, finish
+    def __init__(
+        self, error: Exception | None = None, wait_s: float = 0.001, finish: Any = "stop", logprob: float = 0.0
+    ) -> None:
+        self.error, self.wait_s, self.finish, self.logprob = error, wait_s, finish, logprob
+        self.silent = False
         self.asked: list[Sampling] = []
         self.now = self.most = 0
+
+    async def ping(self, timeout_s: float) -> None:
+        if self.silent:
+            raise EngineDead(f"the engine core has not answered for {timeout_s:g} s")
 
     async def generate(self, prompt_ids: np.ndarray, sampling: Sampling, request_id: str) -> Completion:
         self.asked.append(sampling)
@@ -57,7 +64,7 @@ class Scripted:
         finally:
             self.now -= 1
         one = np.ones(1, dtype=np.int32)
-        return Completion(prompt_ids, prompt_ids[:1], np.zeros(1, np.float32), 0 * one, 0 * one, self.finish)
+        return Completion(prompt_ids, prompt_ids[:1], np.full(1, self.logprob, np.float32), 0 * one, 0 * one, self.finish)
 
 
 async def score(prompt: Prompt, answer: str) -> Scored:
@@ -83,7 +90,14 @@ async def test_every_draw_is_answered_once_greedily_and_never_too_many_at_a_time
 async def test_what_has_not_come_in_time_is_missing_and_not_guessed():
     evaluator = await run(Scripted(wait_s=60.0), settings(timeout_s=0.1))
     assert evaluator.evaluation.missing == 20 and math.isnan(evaluator.evaluation.accuracy)
-    assert "eval.timeout_s=0.1" in evaluator.last_error
+    assert evaluator.last_error.startswith("not answered within eval.timeout_s=0.1, though the engine is alive: raise")
+
+
+async def test_an_engine_that_does_not_answer_is_told_from_one_that_is_slow():
+    engine = Scripted(wait_s=60.0)
+    engine.silent = True
+    evaluator = await run(engine, settings(timeout_s=0.1))
+    assert "eval.timeout_s=0.1, and the engine core has not answered for 10 s: look" in evaluator.last_error
 
 
 @pytest.mark.parametrize("engine", [Scripted(ValueError("odd prompt")), Scripted(finish="error")])
@@ -91,6 +105,12 @@ async def test_an_answer_that_fails_is_unscored_and_says_why(engine: Scripted):
     evaluator = await run(engine, settings())
     assert evaluator.evaluation.unscored == 20 and evaluator.evaluation.missing == 0
     assert "odd prompt" in evaluator.last_error or "ended the answer with 'error'" in evaluator.last_error
+
+
+async def test_an_answer_of_weights_that_are_no_numbers_does_not_count_as_wrong():
+    evaluator = await run(Scripted(logprob=math.nan), settings())
+    assert evaluator.evaluation.unscored == 20 and evaluator.evaluation.num_delivered == 0
+    assert evaluator.last_error == "the engine gave log-prob nan for token 0"
 
 
 async def test_a_dead_engine_ends_it():

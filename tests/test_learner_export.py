@@ -10,6 +10,7 @@ import pytest
 import torch
 import yaml
 from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from async_rl.config import Config, ConfigError, load_config
@@ -138,6 +139,9 @@ def test_a_damaged_checkpoint_is_passed_over_and_never_exported(run_dir, tmp_pat
 def test_a_checkpoint_of_another_model_is_a_sentence(run_dir, tmp_path):
     changed = json.loads((run_dir / "model" / "config.json").read_text()) | {"tie_word_embeddings": False}
     (run_dir / "model" / "config.json").write_text(json.dumps(changed))
+    tensors = load_file(run_dir / "model" / "model.safetensors")
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    save_file(tensors, run_dir / "model" / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(LearnerError, match=r"cannot be read into its model \(model\.lm_head\.weight is in one of the two only"):
         export(run_dir, tmp_path / "out", "newest", "float32")
 

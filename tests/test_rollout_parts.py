@@ -224,6 +224,7 @@ async def test_nan_rewards_and_nan_log_probs_are_counted_and_named() -> None:
         b.scheduler.lease(lease())
         (group,) = await b.groups(1)
     assert ["log-prob nan for token 10" in t.error for t in group.trajectories] == [True, False, False, False]
+    assert [math.isnan(t.reward) for t in group.trajectories] == [True, False, False, False], "an evaluation counts rewards"
     async with bench(toy(), score) as b:
         b.scheduler.lease(lease())
         await b.groups(1)

@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import json
+import math
+import os
+import shutil
+import signal
 import subprocess
 import sys
+import tempfile
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from .runs import QUICKSTART, ROOT, random_model, train
 
@@ -59,3 +67,61 @@ def test_a_reward_that_always_raises_is_one_sentence(tmp_path: Path) -> None:
     assert done.returncode == 4 and done.stdout == ""
     assert done.stderr.splitlines()[-1].startswith("async-rl: none of 4 answers counts, last error: reward tests.")
     assert "Traceback" not in done.stderr
+
+
+def test_answers_that_did_not_come_in_time_are_told_by_the_exit_code(tmp_path: Path) -> None:
+    model = str(random_model(tmp_path / "random"))
+    task = ("data.num_items=200", "eval.draws=100000", "eval.timeout_s=2")
+    done = command("eval", model, str(QUICKSTART), "--engine", "transformers", *task)
+    assert done.returncode == 4 and json.loads(done.stdout.splitlines()[-1])["missing"] > 0
+    assert "not answered within eval.timeout_s=2, though the engine is alive: raise eval.timeout_s" in done.stderr
+
+
+def test_weights_that_are_no_numbers_are_no_wrong_answers(tmp_path: Path) -> None:
+    model = random_model(tmp_path / "random")
+    tensors = load_file(model / "model.safetensors")
+    save_file({n: t.fill_(math.nan) for n, t in tensors.items()}, model / "model.safetensors", metadata={"format": "pt"})
+    for engine in ("transformers", "vllm"):
+        done = command("eval", str(model), str(QUICKSTART), "--engine", engine, "data.num_items=200", "eval.draws=4")
+        assert done.returncode == 4 and done.stdout == ""
+        assert done.stderr.splitlines()[-1].startswith(
+            "async-rl: none of 4 answers counts, last error: the engine gave log-prob"
+        )
+
+
+def held(pid: int) -> set[str]:
+    """Words of the command line of a process."""
+    return set(Path(f"/proc/{pid}/cmdline").read_text().split("\0"))
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("engine", ["transformers", "vllm"])
+def test_a_signal_ends_it_at_once_without_a_word_too_many_or_a_file_left(tmp_path: Path, engine: str, number: int) -> None:
+    """While its modules are imported, and, with vLLM, while the engine starts: to the group, as a terminal sends it."""
+    model, temporary = str(random_model(tmp_path / "random")), Path(tempfile.mkdtemp())  # short: sockets lie in it
+    argv = [sys.executable, "-m", "async_rl", "eval", model, str(QUICKSTART), "--engine", engine, "data.num_items=200"]
+    env = {**os.environ, "TMPDIR": str(temporary)}
+    popen = subprocess.Popen(argv, cwd=ROOT, env=env, start_new_session=True, text=True, stdout=-1, stderr=-1)
+    ready: dict[str, Callable[[], bool]] = {
+        "transformers": lambda: "async_rl.rollout.evaluate" in held(popen.pid),
+        "vllm": lambda: any(temporary.glob("arl-*/*")),
+    }
+    try:
+        deadline = time.monotonic() + 200
+        while not ready[engine]():
+            assert popen.poll() is None and time.monotonic() < deadline
+            time.sleep(0.005)
+        os.killpg(popen.pid, number)
+        out, err = popen.communicate(timeout=30)
+    finally:
+        if popen.poll() is None:
+            os.killpg(popen.pid, signal.SIGKILL)
+            popen.wait(10)
+    assert (popen.returncode, out) == (128 + number, "")
+    assert "Traceback" not in err
+    assert err.splitlines()[-1:] == (
+        [] if engine == "transformers" else [f"async-rl: stopped by {signal.Signals(number).name}"]
+    )
+    left = list(temporary.glob("arl-*"))
+    shutil.rmtree(temporary)
+    assert left == []

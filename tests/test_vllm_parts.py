@@ -107,12 +107,12 @@ async def test_a_request_waits_while_a_commit_is_under_way_and_is_refused_when_i
 
 def test_the_environment_keeps_an_engine_on_loopback_and_leaves_a_cluster_its_own_addresses():
     tree: dict[str, Any] = {"num_steps": 1, "groups_per_step": 1, "group_size": 2, "model": {"path": "/nowhere"}}
-    local = vllm_setup.environment(parse_config(tree), "/private", 12.7)
+    local = vllm_setup.environment(parse_config(tree), "/private", 12.7, "WARNING")
     assert (local["VLLM_HOST_IP"], local["GLOO_SOCKET_IFNAME"], local["VLLM_RPC_BASE_PATH"]) == ("127.0.0.1", "lo", "/private")
     assert local["VLLM_ENGINE_READY_TIMEOUT_S"] == "12" and local["OMP_NUM_THREADS"] == "1"
     assert "HF_HUB_OFFLINE" not in local  # a hub name must be fetched
     cluster = tree | {"transport": {"host": "10.0.0.5", "insecure": True}, "rollout": {"threads": 4}}
-    remote = vllm_setup.environment(parse_config(cluster), "/private", 12.7)
+    remote = vllm_setup.environment(parse_config(cluster), "/private", 12.7, "WARNING")
     assert "VLLM_HOST_IP" not in remote and remote["OMP_NUM_THREADS"] == "4"
 
 

@@ -197,7 +197,7 @@ class CheckpointConfig(Section):
 class EvalConfig(Section):
     every: int = Field(default=20, ge=0)
     """Steps between evaluations; 0 evaluates before the first and after the last step only."""
-    draws: int = Field(default=512, ge=0)
+    draws: int = Field(default=512, ge=0, lt=1 << 20)  # of an evaluation's group ids, 20 bits are the draw
     """Held-out prompts per evaluation, drawn with replacement, answered greedily; 0 turns evaluation off."""
     timeout_s: Seconds = 300.0
     """Longest an evaluation may take; what is missing then is counted, not guessed."""

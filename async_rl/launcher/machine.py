@@ -1,7 +1,7 @@
 """What this host has: cores, GPUs, memory, and how large the model in a folder is. Reads files, and nvidia-smi if need be.
 
-Imports launcher.memory and launcher.plan only. Invariant: answers within SMI_DEADLINE_S, without CUDA, and says "unknown" (an
-absent entry, None) instead of guessing.
+Imports launcher.folder, launcher.memory and launcher.plan only. Invariant: answers within SMI_DEADLINE_S, without CUDA, and
+says "unknown" (an absent entry, None) instead of guessing.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from pathlib import Path
 
 import psutil
 
+from async_rl.launcher.folder import read_header
 from async_rl.launcher.memory import HOST, ModelSize
 from async_rl.launcher.plan import Machine
 
 SMI_DEADLINE_S = 2.0
-MAX_HEADER_BYTES = 100 << 20  # safetensors' own limit
 
 
 def find_machine() -> Machine:
@@ -84,18 +84,9 @@ def _gpu_bytes() -> dict[str, int]:
 def model_size(folder: Path) -> ModelSize | None:
     """From the headers of its safetensors files and config.json; None when they are not there or cannot be read."""
     try:
-        counts = [math.prod(shape) for file in folder.glob("*.safetensors") for shape in _shapes(file)]
+        counts = [math.prod(t["shape"]) for file in folder.glob("*.safetensors") for t in read_header(file)[1].values()]
         tree = json.loads((folder / "config.json").read_text())
         vocab_size = tree.get("vocab_size") or tree["text_config"]["vocab_size"]
     except (OSError, ValueError, KeyError, TypeError):
         return None
     return ModelSize(sum(counts), max(counts), int(vocab_size)) if counts else None
-
-
-def _shapes(file: Path) -> list[list[int]]:
-    with file.open("rb") as f:
-        length = int.from_bytes(f.read(8), "little")
-        if length > MAX_HEADER_BYTES:
-            raise ValueError(f"{file} has a header of {length} bytes")
-        header = json.loads(f.read(length))
-    return [entry["shape"] for name, entry in header.items() if name != "__metadata__"]

@@ -15,6 +15,7 @@ from async_rl.envs.base import TaskError
 from async_rl.envs.tasks import check_items
 from async_rl.launcher import memory
 from async_rl.launcher.datasets import check_dataset
+from async_rl.launcher.folder import check_folder
 from async_rl.launcher.hub import why_no_hub
 from async_rl.launcher.machine import memory_limits, model_size
 from async_rl.launcher.plan import Machine, Plan
@@ -38,8 +39,7 @@ def inspect(config: Config, plan: Plan, machine: Machine, run_dir: Path) -> None
 def check_model(config: Config) -> None:
     path = Path(config.model.path)
     if path.is_dir():
-        if not (path / "config.json").is_file():
-            raise ConfigError(f"model.path is {path}, a folder without config.json: give a Hugging Face model folder")
+        check_folder(path)
     elif path.exists():
         raise ConfigError(f"model.path is {path}, which is no folder: give a Hugging Face model folder")
     elif config.model.make is None and not _is_hub_name(config.model.path):

@@ -1,6 +1,6 @@
 """The policy on the learner's side: a Hugging Face model that scores given tokens, sharded with FSDP2.
 
-Owns loading, sharding and the forward pass; imports torch, transformers and config. Invariant: parameters are fp32,
+Owns sharding and the forward pass; imports torch, transformers, config and weights. Invariant: parameters are fp32,
 dropout is off, attention is causal over right-padded rows without any mask, so what follows a token never changes it.
 
 Shape legend: B rows, L columns, R tokens to score, H hidden size.
@@ -19,6 +19,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from async_rl.config import Config, LearnerConfig, ModelConfig
 from async_rl.learner import LearnerError
 from async_rl.learner.logprobs import token_logprobs
+from async_rl.weights.pretrained import load_whole
 
 _HF = "hf."  # where the Hugging Face model sits within PolicyModel
 
@@ -65,7 +66,7 @@ class PolicyModel(nn.Module):
 def load_policy(config: Config, device: torch.device, mesh: DeviceMesh | None) -> PolicyModel:
     """The policy at `model.path`, on every rank alike; `mesh` None leaves it whole, 2-D means HSDP (replicate, shard).
 
-    Raises LearnerError when the model is missing, needs its own code, is too short, or is not scored rightly.
+    Raises ConfigError when the model cannot be loaded whole, LearnerError when it is too short or is not scored rightly.
     """
     hf = load_hf(config.model)
     longest = getattr(hf.config.get_text_config(), "max_position_embeddings", None)
@@ -109,7 +110,7 @@ def hf_named_parameters(policy: PolicyModel) -> list[tuple[str, nn.Parameter]]:
 
 
 def load_hf(config: ModelConfig) -> transformers.PreTrainedModel:
-    """The Hugging Face model at `model.path`, whole, float32, on the CPU. Raises LearnerError."""
+    """The Hugging Face model at `model.path`, whole, float32, on the CPU. Raises ConfigError or LearnerError."""
     path = Path(config.path)
     # "models/mine" may also be a hub name: it is a path if its first part is a folder here.
     local = path.is_absolute() or config.path.startswith(".") or Path(path.parts[0]).is_dir()
@@ -117,14 +118,7 @@ def load_hf(config: ModelConfig) -> transformers.PreTrainedModel:
         raise LearnerError(
             f"model.path is {config.path}, where there is no config.json: give the folder of a Hugging Face model"
         )
-    transformers.utils.logging.disable_progress_bar()
-    try:
-        hf = transformers.AutoModelForCausalLM.from_pretrained(
-            config.path, dtype=torch.float32, attn_implementation="sdpa", trust_remote_code=config.trust_remote_code
-        )
-    except (OSError, ValueError, ImportError) as e:
-        first = " ".join(str(e).split())[:200]
-        raise LearnerError(f"model.path is {config.path}, which cannot be loaded: {first}") from None
+    hf = load_whole(config, dtype=torch.float32, attn_implementation="sdpa")
     if not isinstance(hf.get_output_embeddings(), nn.Linear):
         raise LearnerError(
             f"model.path is {config.path}, a {type(hf).__name__} without a linear output layer to score tokens with"

@@ -13,11 +13,9 @@ import json
 import logging
 import os
 import re
-import signal
 import sys
 import threading
 from pathlib import Path
-from types import FrameType
 from typing import NamedTuple
 
 import torch
@@ -32,6 +30,7 @@ from async_rl.observability.process import die_with_parent
 from async_rl.rollout.engine import Engine, EngineDead
 from async_rl.rollout.join import Door, Fatal, Unreachable
 from async_rl.rollout.scheduler import Sampler
+from async_rl.rollout.stopped import Stopped, raise_stopped, until_stopped
 from async_rl.rollout.toy_engine import ToyEngine
 from async_rl.rollout.vllm_engine import VllmEngine
 from async_rl.rollout.worker import Worker
@@ -46,14 +45,6 @@ ENGINE_CLOSE_S = 3.0
 FOREIGN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
-class Stopped(BaseException):
-    """A signal before the event loop could take it."""
-
-    def __init__(self, number: int) -> None:
-        super().__init__(number)
-        self.number = number
-
-
 class Outcome(NamedTuple):
     code: int
     sentence: str
@@ -62,12 +53,11 @@ class Outcome(NamedTuple):
 def main(run_dir: Path, name: str) -> int:
     """Runs one rollout process to its end; prints one sentence and returns the exit code."""
     die_with_parent()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, _raise_stopped)
+    raise_stopped()
     try:
         outcome = _run(run_dir, name)
     except Stopped as stopped:
-        outcome = Outcome(128 + stopped.number, f"stopped by {signal.Signals(stopped.number).name}")
+        outcome = Outcome(stopped.code, stopped.sentence)
     except (ConfigError, TaskError, RewardError) as e:
         outcome = Outcome(2, str(e))
     except (EngineDead, TransportError) as e:
@@ -75,10 +65,6 @@ def main(run_dir: Path, name: str) -> int:
     _exit_at_the_latest_after(SHUTDOWN_S, outcome)
     print(f"{name}: {outcome.sentence}", file=sys.stderr, flush=True)
     return outcome.code
-
-
-def _raise_stopped(number: int, frame: FrameType | None) -> None:
-    raise Stopped(number)
 
 
 def _run(run_dir: Path, name: str) -> Outcome:
@@ -153,29 +139,16 @@ async def _serve(config: Config, sampler: Sampler, hello: Hello, run_dir: Path, 
 
 
 async def _outcome(worker: Worker) -> Outcome:
-    received: list[int] = []
-    loop, task = asyncio.get_running_loop(), asyncio.current_task()
-    assert task is not None
-
-    def stop(number: int) -> None:
-        received.append(number)
-        if len(received) == 1:
-            task.cancel()
-
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop, number)
     try:
-        return Outcome(0, f"the learner ended the run: {await worker.run()}")
+        return Outcome(0, f"the learner ended the run: {await until_stopped(worker.run())}")
+    except Stopped as stopped:
+        return Outcome(stopped.code, stopped.sentence)
     except Fatal as e:
         return Outcome(2, str(e))
     except Unreachable as e:
         return Outcome(3, str(e))
     except (EngineDead, TransportError) as e:
         return Outcome(1, str(e))
-    except asyncio.CancelledError:
-        if not received:
-            raise
-        return Outcome(128 + received[0], f"stopped by {signal.Signals(received[0]).name}")
     except Exception as e:
         log.exception("the worker failed")
         return Outcome(1, f"{type(e).__name__}: {e}")

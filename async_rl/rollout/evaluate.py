@@ -2,17 +2,23 @@
 
 A process of its own, started by the command line with `rollout.threads` in its environment. Imports what a rollout does.
 Invariants: prompts, draws, sampling and reward are those of a run of the same configuration, so figures compare exactly; the
-whole is bounded by `eval.timeout_s`, and what has not come by then is counted as missing.
+whole is bounded by `eval.timeout_s`, and what has not come by then is counted as missing; a signal leaves nothing behind.
 """
 
 from __future__ import annotations
+
+import sys
+
+from async_rl.rollout.stopped import Stopped, leave_at_once, raise_stopped, until_stopped
+
+if __name__ == "__main__":
+    leave_at_once()  # the imports below take seconds, in which a person may well press Ctrl-C
 
 import asyncio
 import json
 import logging
 import math
 import os
-import sys
 import time
 from collections.abc import Sequence
 from typing import Any, Protocol
@@ -30,18 +36,22 @@ from async_rl.envs.text import decoder, load_tokenizer
 from async_rl.observability.log import setup_logging
 from async_rl.rollout.engine import EngineDead
 from async_rl.rollout.hf_engine import TransformersEngine
+from async_rl.rollout.scheduler import screened
 from async_rl.rollout.vllm_engine import VllmEngine
 from async_rl.types import Completion, Prompt, Sampling, WeightName
 from async_rl.weights.base import WeightsError
 
 NAME = WeightName(0, 0)  # of weights that no learner made
 SAY_EVERY_S = 10.0
+PING_S = 10.0  # an engine that is only busy answers between two steps
 
 
 class Greedy(Protocol):
     """What an evaluation needs of an engine."""
 
     async def generate(self, prompt_ids: np.ndarray, sampling: Sampling, request_id: str) -> Completion: ...
+
+    async def ping(self, timeout_s: float) -> None: ...
 
 
 class Evaluator:
@@ -61,9 +71,16 @@ class Evaluator:
                     for _ in range(min(concurrency, self.config.eval.draws)):
                         tasks.create_task(self._work())
         except TimeoutError:
-            self.last_error = f"not answered within eval.timeout_s={self.config.eval.timeout_s:g}"
+            self.last_error = f"not answered within eval.timeout_s={self.config.eval.timeout_s:g}, {await self._why_late()}"
         except BaseExceptionGroup as group:
             raise group.exceptions[0] from None  # EngineDead, the one thing an answer lets through
+
+    async def _why_late(self) -> str:
+        try:
+            await self.engine.ping(PING_S)
+        except EngineDead as e:
+            return f"and {e}: look at what holds it, or evaluate again"
+        return "though the engine is alive: raise eval.timeout_s, or lower eval.draws"
 
     async def _work(self) -> None:
         while (item := self.evaluation.next_lease()) is not None:
@@ -81,7 +98,7 @@ class Evaluator:
             return await self.engine.generate(prompt_ids, sampling, str(eval_id))
 
         try:
-            trajectory = await SingleTurn().run(prompt, sampling, generate, self.score, self.decode)
+            trajectory = screened(await SingleTurn().run(prompt, sampling, generate, self.score, self.decode))
         except EngineDead:
             raise
         except Exception as e:  # an environment's bug costs one answer, as it does in a run
@@ -93,6 +110,7 @@ class Evaluator:
 
 def main(engine: str, config_path: str, overrides: list[str]) -> int:
     """Evaluate the model at `model.path` and print the result; returns the exit code."""
+    raise_stopped()
     try:
         config = load_config(config_path, overrides)
         setup_logging("eval", None, "warning")
@@ -101,20 +119,21 @@ def main(engine: str, config_path: str, overrides: list[str]) -> int:
         check_loadable(config.data.reward)
         tokenizer = load_tokenizer(config.model)
         heldout = build_prompts(config, tokenizer).heldout
-        evaluator = asyncio.run(_evaluate(config, heldout, decoder(tokenizer), _engine(config, engine)))
+        evaluator = asyncio.run(until_stopped(_evaluate(config, heldout, decoder(tokenizer), _engine(config, engine))))
     except (ConfigError, TaskError, RewardError) as e:
         return _fail(2, str(e))
     except (EngineDead, WeightsError) as e:
         return _fail(1, str(e))
-    except KeyboardInterrupt:
-        return 130
+    except Stopped as stopped:
+        return _fail(stopped.code, stopped.sentence)
     evaluation, draws = evaluator.evaluation, config.eval.draws
     if evaluation.num_delivered == 0:
         return _fail(4, f"none of {draws} answers counts, last error: {evaluator.last_error}")
+    code = 4 if evaluation.missing else 0  # a figure of the answers that came in time is of the short ones
     if evaluation.num_delivered < draws:
-        _fail(0, f"{draws - evaluation.num_delivered} of {draws} answers do not count, last error: {evaluator.last_error}")
+        _fail(code, f"{draws - evaluation.num_delivered} of {draws} answers do not count, last error: {evaluator.last_error}")
     print(json.dumps(result(evaluation, config, engine, time.monotonic() - started)), flush=True)
-    return 0
+    return code
 
 
 def result(evaluation: Evaluation, config: Config, engine: str, seconds: float) -> dict[str, Any]:
@@ -153,7 +172,7 @@ def _engine(config: Config, kind: str) -> VllmEngine | TransformersEngine:
     """Comes before threads of ours, for it may fork."""
     if kind == "transformers":
         return TransformersEngine.create(config, NAME)
-    return VllmEngine.create(config, timeout_s=config.rollout.start_timeout_s)
+    return VllmEngine.create(config, timeout_s=config.rollout.start_timeout_s, log_level="ERROR")  # a person is reading
 
 
 def _fail(code: int, sentence: str) -> int:

@@ -14,11 +14,12 @@ import numpy as np
 import torch
 import transformers
 
-from async_rl.config import Config, ConfigError
+from async_rl.config import Config
 from async_rl.envs.base import Decode
 from async_rl.envs.text import decoder, load_tokenizer
 from async_rl.rollout.vllm_setup import end_token_ids
 from async_rl.types import Completion, FinishReason, Sampling, WeightName
+from async_rl.weights.pretrained import load_whole
 
 
 class TransformersEngine:
@@ -31,18 +32,13 @@ class TransformersEngine:
     @classmethod
     def create(cls, config: Config, name: WeightName) -> TransformersEngine:
         """Load `model.path`: bfloat16 on a GPU, float32 on a CPU, as vLLM would. Raises ConfigError."""
-        path, trust = config.model.path, config.model.trust_remote_code
         on_gpu = torch.cuda.is_available()
-        transformers.utils.logging.disable_progress_bar()
-        try:
-            model = transformers.AutoModelForCausalLM.from_pretrained(
-                path, dtype=torch.bfloat16 if on_gpu else torch.float32, trust_remote_code=trust
-            )
-        except (OSError, ValueError, ImportError) as e:
-            raise ConfigError(f"the model {path} cannot be loaded: {' '.join(str(e).split())[:200]}") from None
+        model = load_whole(config.model, dtype=torch.bfloat16 if on_gpu else torch.float32)
         decode = decoder(load_tokenizer(config.model))
         place: Any = torch.device("cuda" if on_gpu else "cpu")  # the annotation of `to` takes a model only
-        return cls(model.to(place), decode, end_token_ids(model.config, path, trust), name)
+        return cls(
+            model.to(place), decode, end_token_ids(model.config, config.model.path, config.model.trust_remote_code), name
+        )
 
     async def generate(self, prompt_ids: np.ndarray, sampling: Sampling, request_id: str) -> Completion:
         """See Engine.generate; the temperature is taken to be 0."""
@@ -52,6 +48,9 @@ class TransformersEngine:
                 return await asyncio.to_thread(self._answer, prompt_ids, sampling, stopped)
             finally:
                 stopped.set()
+
+    async def ping(self, timeout_s: float) -> None:
+        """See Engine.ping: it computes in this very process."""
 
     async def close(self) -> None:
         del self._model

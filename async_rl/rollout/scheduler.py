@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import math
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -177,14 +178,21 @@ class Scheduler:
 
     def _screened(self, trajectory: Trajectory) -> Trajectory:
         """Count what cannot be trained on; the learner refuses it, here the engine that made it is known."""
-        finite = np.isfinite(trajectory.logprobs)
-        if not finite.all():
-            at = int(np.argmin(finite))
-            trajectory = replace(trajectory, error=f"the engine gave log-prob {trajectory.logprobs[at]} for token {at}")
+        trajectory = screened(trajectory)
         if trajectory.error or not np.isfinite(trajectory.reward):
             self.counts["samples_invalid"] += 1
             log.warning("a sample is invalid: %s", trajectory.error or f"its reward is {trajectory.reward}")
         return trajectory
+
+
+def screened(trajectory: Trajectory) -> Trajectory:
+    """Without a reward if a log-prob is no number: weights that have become NaN still answer, and would be counted as wrong."""
+    finite = np.isfinite(trajectory.logprobs)
+    if finite.all():
+        return trajectory
+    at = int(np.argmin(finite))
+    error = f"the engine gave log-prob {trajectory.logprobs[at]} for token {at}"
+    return replace(trajectory, reward=math.nan, scores={}, error=error)
 
 
 def sample_seed(seed: int, index: int) -> int:

@@ -26,6 +26,7 @@ from async_rl.types import Completion, FinishReason, Sampling, WeightName
 from async_rl.weights.base import WeightsError
 from async_rl.weights.group import GroupSpec
 from async_rl.weights.manifest import Manifest
+from async_rl.weights.pretrained import check_whole
 
 if TYPE_CHECKING:
     from multiprocessing.process import BaseProcess
@@ -98,17 +99,22 @@ class VllmEngine:
         self._drafts: dict[str, _Draft] = {}
 
     @classmethod
-    def create(cls, config: Config, *, timeout_s: float) -> VllmEngine:
-        """Start vLLM; call it early, from the main thread. Raises EngineDead when it does not come up in timeout_s."""
+    def create(cls, config: Config, *, timeout_s: float, log_level: str = "WARNING") -> VllmEngine:
+        """Start vLLM; call it early, from the main thread. Raises ConfigError for a model that lacks tensors, which vLLM would
+        not notice, and EngineDead when it does not come up in timeout_s. `log_level` is of vLLM's own lines."""
+        check_whole(config.model)
         private_dir = tempfile.mkdtemp(prefix="arl-")
         started = time.monotonic()
         try:
-            return cls(*vllm_setup.start(config, private_dir, timeout_s), private_dir)
+            return cls(*vllm_setup.start(config, private_dir, timeout_s, log_level), private_dir)
         except Exception as e:
             shutil.rmtree(private_dir, ignore_errors=True)
             raise EngineDead(
                 f"vLLM did not start with model.path={config.model.path}: {_one_line(e)} (its own log lines are above)"
             ) from e
+        except BaseException:  # a signal
+            shutil.rmtree(private_dir, ignore_errors=True)
+            raise
         finally:
             log.info("starting vLLM took %.1f s", time.monotonic() - started)
 

@@ -42,7 +42,7 @@ _forking_core = False
 _hook_registered = False
 
 
-def environment(config: Config, private_dir: str, timeout_s: float) -> dict[str, str]:
+def environment(config: Config, private_dir: str, timeout_s: float, log_level: str) -> dict[str, str]:
     """What must be set before vllm is first imported."""
     env = {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # keeps the CPU platform on the in-core executor; the core is still a process
@@ -53,7 +53,7 @@ def environment(config: Config, private_dir: str, timeout_s: float) -> dict[str,
         "VLLM_NO_USAGE_STATS": "1",
         "DO_NOT_TRACK": "1",
         "VLLM_PLUGINS": "",
-        "VLLM_LOGGING_LEVEL": "WARNING",
+        "VLLM_LOGGING_LEVEL": log_level,
         "VLLM_LOGGING_STREAM": "ext://sys.stderr",
         "TOKENIZERS_PARALLELISM": "false",
     }
@@ -66,12 +66,12 @@ def environment(config: Config, private_dir: str, timeout_s: float) -> dict[str,
     return env
 
 
-def start(config: Config, private_dir: str, timeout_s: float) -> tuple[AsyncLLM, BaseProcess]:
+def start(config: Config, private_dir: str, timeout_s: float, log_level: str) -> tuple[AsyncLLM, BaseProcess]:
     """A running engine and its core, forked from this thread. Call it early from the main thread: a fork copies no other
     thread, and the core dies when the thread that made it ends."""
     for key in [k for k in os.environ if k in FOREIGN or k.startswith(FOREIGN_PREFIX)]:
         del os.environ[key]
-    os.environ.update(environment(config, private_dir, timeout_s))
+    os.environ.update(environment(config, private_dir, timeout_s, log_level))
     torch.set_num_threads(config.rollout.threads)
     from vllm.platforms import current_platform
 
@@ -162,7 +162,7 @@ def _temporary_files_in(private_dir: str) -> Iterator[None]:
 def _core_dies_with_us() -> Iterator[None]:
     global _forking_core, _hook_registered
     if not _hook_registered:
-        os.register_at_fork(after_in_child=_ask_for_death_signal)
+        os.register_at_fork(after_in_child=_leave_signals_to_parent)
         _hook_registered = True
     _forking_core = True
     try:
@@ -171,6 +171,8 @@ def _core_dies_with_us() -> Iterator[None]:
         _forking_core = False
 
 
-def _ask_for_death_signal() -> None:
+def _leave_signals_to_parent() -> None:
     if _forking_core:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches us both, and the handler is the parent's
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
