@@ -213,7 +213,10 @@ def _report(arguments: argparse.Namespace) -> int:
 
     if not (arguments.run_dir / "metrics.jsonl").is_file():
         raise ConfigError(f"{arguments.run_dir} holds no metrics.jsonl: give the folder of a run")
-    print(write_report(arguments.run_dir))
+    try:
+        print(write_report(arguments.run_dir))
+    except OSError as e:
+        raise ConfigError(f"the report of {arguments.run_dir} cannot be written ({e.strerror}): free space there") from None
     return 0
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import resource
 from pathlib import Path
 
 import pytest
@@ -12,6 +14,7 @@ from async_rl.launcher import preflight
 from async_rl.launcher.datasets import check_dataset
 from async_rl.launcher.plan import Machine, make_plan
 from async_rl.launcher.prepare import Before, claim, install_model, model_recipe, prepare, unfinished
+from async_rl.observability import files
 
 ROOT = Path(__file__).parent.parent
 QUICKSTART = ROOT / "configs" / "quickstart.yaml"
@@ -195,8 +198,42 @@ def test_what_a_folder_said_can_be_put_back_when_the_next_run_is_refused(tmp_pat
     before = Before(out)
     claim(prepare(str(QUICKSTART), ["run_dir=out", "seed=7"]))[0].close()
     assert (out / "config.yaml").read_bytes() != said["config.yaml"] and not (out / "result.json").exists()
+    assert (out / "result.previous.json").read_bytes() == said["result.json"], "the last run's result is lost at no moment"
     before.put_back()
     assert {name: (out / name).read_bytes() for name in said} == said
+
+
+def test_a_folder_on_a_full_disk_is_refused_and_says_what_it_said(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    claim(prepare(str(QUICKSTART), ["run_dir=out"]))[0].close()
+    out = tmp_path / "out"
+    (out / "result.json").write_text('{"status": "finished", "policy_version": 1}')
+    names = ("config.yaml", "run.json", "result.json")
+    said = {name: (out / name).read_bytes() for name in names}
+    before, (soft, hard) = Before(out), resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, hard))
+    try:
+        with pytest.raises(ConfigError, match=r"run_dir is \S+out, where config.yaml cannot be written \(File too large\)"):
+            claim(prepare(str(QUICKSTART), ["run_dir=out", "seed=7"]))
+        (out / "result.json").rename(out / "result.previous.json")
+        with pytest.raises(ConfigError, match=r"config.yaml could not be put back as the last run had it \(File too large\)"):
+            before.put_back()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert {name: (out / name).read_bytes() for name in names} == said
+    assert not list(out.glob("*.new"))
+    claim(prepare(str(QUICKSTART), ["run_dir=out", "seed=7"]))[0].close()
+
+
+def test_a_fresh_folder_on_a_full_disk_is_refused_in_a_sentence(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+    def full(path, data):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(files, "write_file", full)
+    with pytest.raises(ConfigError, match=r"where run.json cannot be written \(No space left on device\)"):
+        claim(prepare(str(QUICKSTART), ["run_dir=out"]))
 
 
 @pytest.mark.parametrize("content", ["{", "[]", '{"run": 1}', "\0"])

@@ -141,3 +141,11 @@ def test_a_run_that_ended_before_its_first_step_has_a_result_too() -> None:
     result = summarize([], {"balanced": True})
     assert result["steps"] == 0
     assert result["eval_last"] is None
+
+
+def test_rows_that_somebody_else_wrote_cost_a_run_no_result() -> None:
+    own = {"version": 4, "reward/mean": 0.5, "batch/num_tokens": 4, "batch/num_samples": 2, "lag/mean": 0.5, "lag/max": 1}
+    odd = [{"step": 3, "reward/mean": 1.0}, {"reward/mean": "high", "lag/hist": 7, "version": None}, {"eval/accuracy": 0.5}]
+    result = summarize([own | {"lag/hist": [2, 2]}, *odd], {})
+    assert (result["policy_version"], result["lag_mean"], result["lag_max"], result["lag_hist"]) == (4, 0.5, 1, [2, 2])
+    assert (result["reward_last"], result["evals"]) == (0.75, [[None, 0.5]])

@@ -14,8 +14,10 @@ import numpy as np
 import pytest
 import torch
 
+from async_rl.learner import LearnerError
 from async_rl.learner import checkpoint as module
 from async_rl.learner.checkpoint import Checkpointer, CheckpointError
+from async_rl.observability import files
 
 from .learner_cases import make_batch, make_config, make_policy, make_update
 
@@ -83,11 +85,12 @@ def test_a_checkpoint_before_the_first_step_loads_too(tmp_path):
     assert_same(everything(other, other_optimizer), everything(policy, optimizer))
 
 
-@pytest.mark.parametrize("damage", ["flip", "truncate", "missing", "manifest", "no manifest"])
-def test_a_damaged_checkpoint_is_skipped_with_a_sentence(saved, monkeypatch, damage):
+DAMAGES = ["flip", "truncate", "missing", "manifest", "no manifest", "empty manifest", "no state", "no index", "no shard"]
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_checkpoint_is_skipped_with_a_sentence(saved, damage):
     checkpointer, *_ = saved
-    said: list[str] = []
-    monkeypatch.setattr(module._log, "warning", lambda text, *args: said.append(text % args))
     folder = checkpointer.directory / "step_000002"
     shards = next(folder.glob("*.distcp"))
     if damage == "flip":
@@ -100,10 +103,36 @@ def test_a_damaged_checkpoint_is_skipped_with_a_sentence(saved, monkeypatch, dam
         (folder / "state.msgpack").unlink()
     elif damage == "manifest":
         (folder / "manifest.json").write_text('{"files": ')
+    elif damage == "empty manifest":
+        (folder / "manifest.json").write_text('{"files": {}}')
+    elif damage.startswith("no ") and damage != "no manifest":
+        name = {"no state": "state.msgpack", "no index": ".metadata", "no shard": shards.name}[damage]
+        manifest = json.loads((folder / "manifest.json").read_text())
+        del manifest["files"][name]
+        (folder / "manifest.json").write_text(json.dumps(manifest))
     else:
         (folder / "manifest.json").unlink()
     assert checkpointer.latest_complete() == checkpointer.directory / "step_000001"
-    assert len(said) == 1 and "step_000002 is skipped" in said[0]
+    assert len(checkpointer.skipped) == 1 and checkpointer.skipped[0].startswith("checkpoint of version 2 is skipped: ")
+
+
+def test_when_none_can_be_used_nothing_starts_over(saved):
+    checkpointer, *_ = saved
+    for shards in checkpointer.directory.glob("step_*/*.distcp"):
+        shards.write_bytes(b"x" + shards.read_bytes()[1:])
+    why = r"holds no checkpoint that can be used, the newest \(step_000002\) because \S+\.distcp does not match .*resume=false"
+    with pytest.raises(LearnerError, match=why):
+        checkpointer.latest_complete()
+    assert [sentence[:23] for sentence in checkpointer.skipped] == ["checkpoint of version 2", "checkpoint of version 1"]
+
+
+def test_an_index_that_is_no_index_is_a_sentence(saved):
+    checkpointer, policy, optimizer = saved
+    folder = checkpointer.directory / "step_000002"
+    for content in (b"", b"\x80\x04 no pickle", b"."):
+        (folder / ".metadata").write_bytes(content)
+        with pytest.raises(CheckpointError, match="does not fit this run"):
+            checkpointer.load(folder, policy, optimizer)
 
 
 def test_no_checkpoint_is_no_error(tmp_path):
@@ -141,8 +170,9 @@ def fault_at(monkeypatch, place: str) -> None:
         rename = Path.rename
         monkeypatch.setattr(Path, "rename", lambda p, to: full() if p.name.endswith(".partial") else rename(p, to))
     else:
-        write = module._write
-        monkeypatch.setattr(module, "_write", lambda path, data: full() if path.name == place else write(path, data))
+        write = files.write_file
+        for where in (module, files):
+            monkeypatch.setattr(where, "write_file", lambda path, data: full() if path.name == place else write(path, data))
 
 
 PLACES = ["folder", "shards", "index", "state.msgpack", "manifest.json", "rename", "latest.new"]
@@ -198,7 +228,7 @@ def test_what_a_killed_save_leaves_behind_is_cleared_and_the_last_good_one_is_fo
         elif place == "rename":  # after an older one of the same step was moved aside
             patch.setattr(Path, "rename", lambda p, to: killed() if p.name.endswith(".partial") else rename(p, to))
         else:
-            patch.setattr(module, "_write", killed)
+            patch.setattr(module, "write_file", killed)
         with pytest.raises(Killed):
             checkpointer.save(step, policy, optimizer, None)
     again = Checkpointer(checkpointer.directory, keep=1)

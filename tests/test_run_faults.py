@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import signal
 import time
 from pathlib import Path
@@ -130,6 +131,54 @@ def test_a_last_checkpoint_that_cannot_be_written_is_a_failure(tmp_path: Path, m
         assert run.popen.wait(120) == 4
     assert "all steps are done, but the checkpoint of version 6 could not be written" in run.text()
     assert "Traceback" not in run.text()
+    _assert_nothing_left(run)
+
+
+def _damage(folder: Path) -> None:
+    for shards in folder.glob("*.distcp"):
+        data = bytearray(shards.read_bytes())
+        data[len(data) // 2] ^= 1
+        shards.write_bytes(data)
+
+
+def test_damaged_checkpoints_are_told_and_cost_no_row_of_a_run_that_went_well(tmp_path: Path, model: str) -> None:
+    own = (*TOY, model, "checkpoint.every=2", "eval.every=2")
+    with train(tmp_path, *own, "num_steps=4") as run:
+        run.finish(120)
+    checkpoints = run.run_dir / "checkpoints"
+    _damage(checkpoints / "step_000004")
+    with train(tmp_path, *own, "num_steps=6") as again:
+        again.finish(120)
+    assert "-- checkpoint of version 4 is skipped: " in again.text() and "resumed version 2" in again.text()
+
+    for folder in checkpoints.glob("step_*"):
+        _damage(folder)
+    names = ("config.yaml", "metrics.jsonl", "timing.jsonl", "result.json", "samples/eval_000006.jsonl")
+    held = {name: (run.run_dir / name).read_bytes() for name in names}
+    with train(tmp_path, *own, "num_steps=8") as refused:
+        assert refused.popen.wait(60) == 2
+    assert "holds no checkpoint that can be used, the newest (step_000006) because " in refused.text()
+    assert "checkpoint.resume=false" in refused.text() and "Traceback" not in refused.text()
+    assert {name: (run.run_dir / name).read_bytes() for name in names} == held
+
+    with train(tmp_path, *own, "num_steps=2", "checkpoint.resume=false") as anew:
+        anew.finish(120)
+    assert "-- of an earlier life, which this run does not continue: now " in anew.text()
+    assert [row["step"] for row in anew.steps()] == [1, 2]
+    for name in ("metrics.jsonl.1", "timing.jsonl.1", "samples.1/eval_000006.jsonl"):
+        assert (run.run_dir / name).read_bytes() == held[name.replace(".1", "", 1)]
+
+
+def test_a_disk_that_fills_under_a_run_ends_it_with_a_sentence(tmp_path: Path, model: str) -> None:
+    with train(tmp_path, *TOY, model, "num_steps=1000", "observe.tensorboard=true") as run:
+        run.wait_until("version 2", lambda: _version(run) >= 2, 120)
+        for pid in run.pids("async_rl.learner"):
+            resource.prlimit(pid, resource.RLIMIT_FSIZE, (1, 1))
+        assert run.popen.wait(60) == 4
+    assert "a row could not be written (1 in a row), and is tried again with the next: " in run.text()
+    assert "3 rows in a row could not be written (checkpoint.max_failed_saves), the last to " in run.text()
+    assert "Traceback" not in run.text()
+    assert json.loads(run.text().splitlines()[-1])["exit_code"] == 4
     _assert_nothing_left(run)
 
 

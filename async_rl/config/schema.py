@@ -189,9 +189,9 @@ class CheckpointConfig(Section):
     keep_best: bool = False
     """Save at every evaluation, too, and keep the checkpoint with the best held-out score beside the newest."""
     resume: bool = True
-    """Continue from the newest complete checkpoint in `run_dir`, if there is one."""
+    """Continue from the newest complete checkpoint in `run_dir`, if there is one; false begins anew, old rows moved aside."""
     max_failed_saves: int = Field(default=3, ge=1)
-    """Saves in a row that may fail (disk full) before the run stops."""
+    """Saves in a row that may fail (disk full) before the run stops; the same for rows of metrics."""
 
 
 class EvalConfig(Section):

@@ -1,7 +1,7 @@
 """How a run ended, for its last line and its `result.json`: what the learner wrote, or what only the launcher can say.
 
-Imports nothing of ours. Invariant: status, exit code and reason are those of the run that has just ended, never of an
-earlier one in the folder (`claim` has removed its result) nor of a learner that was overruled.
+Imports observability only. Invariant: status, exit code and reason are those of the run that has just ended, never of an
+earlier one in the folder (`claim` has moved its result aside) nor of a learner that was overruled.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ import contextlib
 import json
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
+
+from async_rl.observability.files import replace_file
 
 
 class Ending(NamedTuple):
@@ -38,5 +40,5 @@ def settle(run_dir: Path, ending: Ending, *, keep: bool) -> dict[str, Any]:
     result |= {"status": ending.status, "exit_code": ending.code, "reason": ending.reason, "run_dir": str(run_dir)}
     if keep:
         with contextlib.suppress(OSError):  # a full disk may be why the run ended: the last line says it all the same
-            (run_dir / "result.json").write_text(json.dumps(result))
+            replace_file(run_dir / "result.json", json.dumps(result).encode())
     return result

@@ -23,6 +23,10 @@ from async_rl.config import Config, ConfigError, load_config, parse_config
 from async_rl.launcher import preflight
 from async_rl.launcher.machine import find_machine
 from async_rl.launcher.plan import Machine, Plan, ProcessSpec, log_path, make_plan
+from async_rl.observability.files import replace_file
+
+CONFIG, RESULT = "config.yaml", "result.json"
+PREVIOUS = "result.previous.json"  # so that the last run's result is never taken for the next one's, and is not lost either
 
 
 @dataclass
@@ -80,27 +84,50 @@ def claim(prepared: Prepared) -> tuple[IO[str], str]:
     try:
         _check_run_id(run_dir / "run.json")
         news = _news(prepared)
+        _begin(prepared)
     except ConfigError:
         lock.close()
         raise
-    (run_dir / "config.yaml").write_text(yaml.safe_dump(prepared.config.model_dump(mode="json"), sort_keys=False))
-    if not (run_dir / "run.json").exists():
-        (run_dir / "run.json").write_text(json.dumps({"run_id": secrets.token_hex(8)}))
-    (run_dir / "result.json").unlink(missing_ok=True)
     return lock, news
+
+
+def _begin(prepared: Prepared) -> None:
+    """Write what the processes read; when that fails the folder says of its last run what it said. Raises ConfigError."""
+    run_dir = prepared.run_dir
+    try:
+        if not (run_dir / "run.json").exists():
+            replace_file(run_dir / "run.json", json.dumps({"run_id": secrets.token_hex(8)}).encode())
+        text = yaml.safe_dump(prepared.config.model_dump(mode="json"), sort_keys=False)
+        replace_file(run_dir / CONFIG, text.encode())
+        if (run_dir / RESULT).exists():
+            (run_dir / RESULT).replace(run_dir / PREVIOUS)
+    except OSError as e:
+        raise ConfigError(
+            f"run_dir is {run_dir}, where {Path(e.filename).name} cannot be written ({e.strerror}): free space there, or "
+            "choose another"
+        ) from None
 
 
 class Before:
     """What a run folder says of its last run, to be put back when the next one is refused before it has begun."""
 
-    NAMES = ("config.yaml", "result.json")
-
     def __init__(self, run_dir: Path) -> None:
-        self._files = {run_dir / name: (run_dir / name).read_bytes() for name in self.NAMES if (run_dir / name).is_file()}
+        self._run_dir = run_dir
+        self._config = (run_dir / CONFIG).read_bytes() if (run_dir / CONFIG).is_file() else None
+        self._has_result = (run_dir / RESULT).is_file()
 
     def put_back(self) -> None:
-        for path, content in self._files.items():
-            path.write_bytes(content)
+        """Raises ConfigError when the disk does not let it."""
+        try:
+            if self._has_result:
+                (self._run_dir / PREVIOUS).replace(self._run_dir / RESULT)
+            if self._config is not None:
+                replace_file(self._run_dir / CONFIG, self._config)
+        except OSError as e:
+            raise ConfigError(
+                f"run_dir is {self._run_dir}, where {e.filename} could not be put back as the last run had it ({e.strerror}): "
+                "free space, and give that run's configuration again when it goes on"
+            ) from None
 
 
 def _check_run_id(path: Path) -> None:
@@ -121,7 +148,7 @@ def _news(prepared: Prepared) -> str:
             f"run_dir is {run_dir}, where a run has finished its {done} steps: raise num_steps to go on, or choose another"
         )
     try:
-        before = parse_config(yaml.safe_load((run_dir / "config.yaml").read_text()))
+        before = parse_config(yaml.safe_load((run_dir / CONFIG).read_text()))
     except (OSError, ValueError, yaml.YAMLError, ConfigError):
         return ""
     old, new = _flat(before.model_dump(mode="json")), _flat(config.model_dump(mode="json"))
@@ -132,7 +159,7 @@ def _news(prepared: Prepared) -> str:
 def steps_done(run_dir: Path) -> int:
     """Steps of the run in this folder if it has finished, else 0."""
     try:
-        result = json.loads((run_dir / "result.json").read_text())
+        result = json.loads((run_dir / RESULT).read_text())
         return int(result["policy_version"]) if result["status"] == "finished" else 0
     except (OSError, ValueError, KeyError, TypeError):
         return 0

@@ -29,6 +29,7 @@ from async_rl.learner.model import hf_named_parameters, load_policy, make_mesh
 from async_rl.learner.optim import PolicyOptimizer
 from async_rl.learner.rank import Rank
 from async_rl.learner.signals import Stop
+from async_rl.learner.state import unpack_state
 from async_rl.learner.step import PolicyUpdate
 from async_rl.learner.trainer import follow
 from async_rl.observability.log import setup_logging
@@ -53,14 +54,18 @@ def main(run_dir: str) -> int:
         _init_distributed(config, device)
         rank = _build(config, folder, device)
         checkpoint = rank.checkpointer.latest_complete() if config.checkpoint.resume else None
-        state = rank.checkpointer.load(checkpoint, rank.policy, rank.optimizer) if checkpoint else None
+        packed = rank.checkpointer.load(checkpoint, rank.policy, rank.optimizer) if checkpoint else None
         if tasks is not None:
+            state = unpack_state(packed, checkpoint) if packed is not None and checkpoint else None
             return lead(config, folder, rank, tasks, state, stop)
         stop.remember()
         follow(rank)
         return 0
     except (ConfigError, LearnerError, PromptError, TaskError, TransportError) as e:
         tell(str(e))
+        return 2
+    except OSError as e:  # of the run's folder, before training: whoever writes there later has a word of his own for it
+        tell(f"{e.filename or folder} cannot be read or written ({e.strerror or e}): mend it, or free space on its disk")
         return 2
     except RunStopped as e:
         return e.code

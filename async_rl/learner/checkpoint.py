@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
+import pickle
 import shutil
 import warnings
 from collections.abc import Callable, Iterable, Iterator
@@ -30,10 +30,14 @@ from torch.distributed.tensor import DTensor
 from async_rl.learner import LearnerError
 from async_rl.learner.model import PolicyModel, hf_named_parameters
 from async_rl.learner.optim import PolicyOptimizer
+from async_rl.observability.files import replace_file, sync_folder, write_file
 from async_rl.observability.log import get_logger
 
 _EXTRA, _MANIFEST, _LATEST = "state.msgpack", "manifest.json", "latest"
+_INDEX, _SHARD = ".metadata", ".distcp"  # as torch names its files
 _MODEL = "model."  # begins the keys of the policy's tensors; the optimizer's begin otherwise
+# What torch raises for a checkpoint of another model, or for an index that is no index.
+_UNREADABLE = (CheckpointException, OSError, RuntimeError, ValueError, LookupError, EOFError, pickle.UnpicklingError)
 _log = get_logger(__name__)
 
 
@@ -49,6 +53,7 @@ class Checkpointer:
         self.directory = directory
         self.keep = keep
         self.spared: set[int] = set()
+        self.skipped: list[str] = []  # by `latest_complete`, newest first: a sentence each; known to rank 0
         self.group = group
         self.rank = dist.get_rank(group) if group else 0
         self.num_ranks = dist.get_world_size(group) if group else 1
@@ -74,17 +79,28 @@ class Checkpointer:
         return final
 
     def latest_complete(self) -> Path | None:
-        """The newest checkpoint whose files match its manifest; says which it skips, and clears what a crash left behind."""
+        """The newest checkpoint whose files match its manifest; None without any. Clears what a crash left behind.
+
+        Raises CheckpointError when there are checkpoints and none can be used: to start over would cost the run its past.
+        """
         found = [-1]
 
         def look() -> None:
             self._recover()
-            for folder in reversed(checkpoints(self.directory)):
+            folders, why = checkpoints(self.directory), ""
+            for folder in reversed(folders):
                 problem = problem_of(folder)
                 if not problem:
                     found[0] = step_of(folder)
                     return
-                _log.warning("checkpoint %s is skipped: %s", folder, problem)
+                why = why or problem
+                self.skipped.append(f"checkpoint of version {step_of(folder)} is skipped: {problem}")
+                _log.warning("%s", self.skipped[-1])
+            if folders:
+                raise CheckpointError(
+                    f"{self.directory} holds no checkpoint that can be used, the newest ({folders[-1].name}) because {why}: "
+                    "restore one, or start anew with checkpoint.resume=false or another run_dir"
+                )
 
         self._on_root(look)
         if self.group is not None:
@@ -107,7 +123,7 @@ class Checkpointer:
             with _alone_is_fine():
                 load({**tensors, **rng}, storage_reader=reader, process_group=self.group, no_dist=self.group is None)
             extra = (folder / _EXTRA).read_bytes() if (folder / _EXTRA).exists() else None
-        except (CheckpointException, OSError, RuntimeError, ValueError) as e:
+        except _UNREADABLE as e:
             raise CheckpointError(
                 f"checkpoint {folder} does not fit this run ({_cause(e)}): use the model it was made from, or another run_dir"
             ) from None
@@ -123,14 +139,14 @@ class Checkpointer:
 
     def _finish(self, partial: Path, final: Path, extra: bytes | None) -> None:
         if extra is not None:
-            _write(partial / _EXTRA, extra)
+            write_file(partial / _EXTRA, extra)
         manifest = {"step": step_of(final), "num_ranks": self.num_ranks, "files": _digests(partial)}
-        _write(partial / _MANIFEST, json.dumps(manifest, indent=1).encode())
-        _sync_folder(partial)
+        write_file(partial / _MANIFEST, json.dumps(manifest, indent=1).encode())
+        sync_folder(partial)
         if final.exists():
             final.rename(self._aside(final))
         partial.rename(final)
-        _sync_folder(self.directory)
+        sync_folder(self.directory)
         replace_file(self.directory / _LATEST, final.name.encode() + b"\n")
         self._prune(final)
 
@@ -193,8 +209,8 @@ class Checkpointer:
         except (OSError, CheckpointError) as e:
             problem = f"{what}: {e}" if what else str(e)
         if self.group is not None:
-            texts = torch.zeros(self.num_ranks, 512, dtype=torch.uint8)
-            own = problem.encode()[:512]
+            texts = torch.zeros(self.num_ranks, 1024, dtype=torch.uint8)
+            own = problem.encode()[:1024]
             texts[self.rank, : len(own)] = torch.tensor(list(own), dtype=torch.uint8)
             dist.all_reduce(texts, op=dist.ReduceOp.MAX, group=self.group)
             said = [bytes(row.tolist()).rstrip(b"\0").decode(errors="replace") for row in texts]
@@ -237,7 +253,7 @@ def read_model(folder: Path, named: Iterable[tuple[str, Tensor]]) -> None:
             raise ValueError(f"{odd[0]} is in one of the two only")
         with _alone_is_fine():
             load(tensors, storage_reader=reader, no_dist=True)
-    except (CheckpointException, OSError, RuntimeError, ValueError) as e:
+    except _UNREADABLE as e:
         raise CheckpointError(
             f"checkpoint {folder} cannot be read into its model ({_cause(e)}): model.path holds another now, or the run has "
             "removed the checkpoint meanwhile"
@@ -249,6 +265,8 @@ def problem_of(folder: Path) -> str:
     try:
         manifest = json.loads((folder / _MANIFEST).read_bytes())
         expected = manifest["files"]
+        if absent := _unnamed(expected):
+            return f"{_MANIFEST} names no {absent}"
         for name, entry in expected.items():
             if not (folder / name).is_file():
                 return f"{name} is missing"
@@ -259,6 +277,14 @@ def problem_of(folder: Path) -> str:
     except (ValueError, KeyError, TypeError, AttributeError):
         return f"{_MANIFEST} is damaged"
     return ""
+
+
+def _unnamed(files: Iterable[str]) -> str:
+    """What a manifest must name and these do not, or ""."""
+    names = list(files)
+    kinds = (_EXTRA, _INDEX, f"shard (*{_SHARD})")
+    there = (_EXTRA in names, _INDEX in names, any(name.endswith(_SHARD) for name in names))
+    return next((kind for kind, found in zip(kinds, there, strict=True) if not found), "")
 
 
 def _tensors(policy: PolicyModel, optimizer: PolicyOptimizer) -> dict[str, Tensor]:
@@ -282,29 +308,6 @@ def _digests(folder: Path) -> dict[str, dict[str, str | int]]:
 def _sha256(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _write(path: Path, data: bytes) -> None:
-    with path.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def replace_file(path: Path, data: bytes) -> None:
-    """The file holds the old content or the new one, whatever happens."""
-    new = path.with_name(path.name + ".new")
-    _write(new, data)
-    new.replace(path)
-    _sync_folder(path.parent)
-
-
-def _sync_folder(folder: Path) -> None:
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def _rng_states() -> dict[str, Tensor]:

@@ -84,7 +84,7 @@ def _best(directory: Path) -> int:
 
 
 def _accuracy(run_dir: Path, version: int) -> float | None:
-    found = [row["eval/accuracy"] for row in read_rows(run_dir / METRICS) if row.get("eval/version") == version]
+    found = [row.get("eval/accuracy") for row in read_rows(run_dir / METRICS) if row.get("eval/version") == version]
     return found[-1] if found else None
 
 

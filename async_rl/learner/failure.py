@@ -31,5 +31,9 @@ def lost_rank(error: Exception) -> bool:
 
 def tell(sentence: str) -> None:
     """Say it on stderr, in one write: the log that a launcher makes of it has other writers."""
-    sys.stderr.write(f"learner: {sentence}\n")
-    sys.stderr.flush()
+    try:
+        sys.stderr.write(f"learner: {sentence}\n")
+        sys.stderr.flush()
+    except OSError:  # the disk of the log is full
+        sys.stderr = None  # Python would fail to flush it at exit, and make the exit code 120
+        print(f"-- failed: {sentence}", flush=True)

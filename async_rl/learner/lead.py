@@ -7,10 +7,10 @@ life cut short by the loss of another rank says nothing: the next life resumes, 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-import msgpack
 import torch
 
 from async_rl.config import Config
@@ -28,10 +28,12 @@ from async_rl.learner.progress import Progress
 from async_rl.learner.publish import Publisher
 from async_rl.learner.rank import Rank
 from async_rl.learner.signals import Stop
+from async_rl.learner.state import MAX_INCARNATION, State, pack_state
 from async_rl.learner.trainer import Trainer
+from async_rl.observability.files import replace_file
 from async_rl.observability.log import get_logger
 from async_rl.observability.report import write_report
-from async_rl.transport.codec import BadMessage, decode_group, encode_group
+from async_rl.observability.sinks import METRICS, read_rows
 from async_rl.transport.discovery import Discovery, write_discovery
 from async_rl.transport.zmq import ZmqHub
 
@@ -39,16 +41,16 @@ log = get_logger(__name__)
 LINGER_S = 2.0
 
 
-def lead(config: Config, folder: Path, rank: Rank, tasks: Tasks, checkpoint: bytes | None, stop: Stop) -> int:
+def lead(config: Config, folder: Path, rank: Rank, tasks: Tasks, state: State | None, stop: Stop) -> int:
     """Train to the end; returns the exit code."""
-    state = msgpack.unpackb(checkpoint, strict_map_key=False) if checkpoint else None
-    version = state["version"] if state else 0
+    version = state.version if state else 0
     run_id = json.loads((folder / "run.json").read_text())["run_id"]
-    identity = Identity(run_id, config.digest(), tokenizer_digest(config.model), next_incarnation(folder))
+    incarnation = next_incarnation(folder, state.incarnation if state else 0)
+    identity = Identity(run_id, config.digest(), tokenizer_digest(config.model), incarnation)
     decode = decoder(load_tokenizer(config.model))
-    progress = Progress(config, folder, identity.incarnation, version if state else None, decode)
-    ledger, prompts = _data(config, tasks, identity.incarnation, state)
-    _announce(progress, tasks, identity, version, bool(state))
+    ledger, prompts = _data(config, tasks, incarnation, state)
+    progress = Progress(config, folder, incarnation, version if state else None, decode)  # from here on files change
+    _announce(progress, tasks, identity, version, rank.checkpointer.skipped if state else None)
     if config.rollout.count == 0:
         progress.notice(f"rollout.count is 0: start rollouts by hand with `async-rl rollout {folder} --name NAME`")
     transport = config.transport
@@ -63,11 +65,7 @@ def lead(config: Config, folder: Path, rank: Rank, tasks: Tasks, checkpoint: byt
     publisher = Publisher(control, rank.source, weight_backend(config), version)
 
     def checkpoint_state() -> bytes:
-        packed = msgpack.packb(
-            {"version": trainer.version, "prompts": prompts.state_dict(), "ledger": ledger.state_dict(encode_group)}
-        )
-        assert packed is not None
-        return packed
+        return pack_state(trainer.version, prompts, ledger)
 
     best = Best(rank.checkpointer.directory, version if state else None, progress.notice)
     trainer = Trainer(config, rank, control, publisher, progress, tasks.heldout, stop, version, checkpoint_state, best)
@@ -89,8 +87,8 @@ def lead(config: Config, folder: Path, rank: Rank, tasks: Tasks, checkpoint: byt
     if not books["balanced"]:
         code, status, reason = 5, "failed", f"the books do not balance: {books}"
     found_best = {"best": best.score._asdict()} if best.score else {}
-    result = progress.result(books, control.screen.invalid, status=status, exit_code=code, reason=reason, **found_best)
-    return _finish(folder, progress, result)
+    ending = {"status": status, "exit_code": code, "reason": reason, **found_best}
+    return _finish(folder, progress, books, control.screen.invalid, **ending)
 
 
 def _train(trainer: Trainer) -> tuple[int, str, str]:
@@ -126,20 +124,37 @@ def _save_at_stop(trainer: Trainer, stopped: RunStopped) -> tuple[int, str, str]
     return stopped.code, "stopped", f"{stopped}; {saved}"
 
 
-def _finish(folder: Path, progress: Progress, result: dict[str, Any]) -> int:
-    if result["status"] == "failed":  # once: a launcher keeps this line in its log and says the reason of the result
-        log.info("failed: %s", result["reason"])
-        tell(result["reason"])
+def _finish(folder: Path, progress: Progress, books: dict[str, Any], invalid: Mapping[str, int], **ending: Any) -> int:
+    result = None
+    try:
+        result = progress.result(books, invalid, **ending)
+    except OSError as e:
+        lost = f"{e.filename} could not be written, so there is no result ({e.strerror}): free space and start again"
+        if ending["exit_code"]:
+            progress.notice(lost)
+        else:
+            ending = {"status": "failed", "exit_code": 4, "reason": lost}
+    if ending["status"] == "failed":  # once: a launcher keeps this line in its log and says the reason of the result
+        log.info("failed: %s", ending["reason"])
+        tell(ending["reason"])
     else:
-        progress.notice(f"{result['status']}: {result['reason']}")
-    if result["steps"]:
-        report = write_report(folder)
-        result["report"] = str(report)
-        (folder / "result.json").write_text(json.dumps(result))
-    return result["exit_code"]
+        progress.notice(f"{ending['status']}: {ending['reason']}")
+    if result:
+        _report(folder, progress, result)
+    return ending["exit_code"]
 
 
-def _data(config: Config, tasks: Tasks, incarnation: int, state: dict[str, Any] | None) -> tuple[Ledger, PromptStream]:
+def _report(folder: Path, progress: Progress, result: dict[str, Any]) -> None:
+    if not result["steps"]:
+        return
+    try:
+        result["report"] = str(write_report(folder))
+        replace_file(folder / "result.json", json.dumps(result).encode())
+    except OSError as e:
+        progress.notice(f"the report could not be written ({e.strerror}): `async-rl report {folder}` makes it again")
+
+
+def _data(config: Config, tasks: Tasks, incarnation: int, state: State | None) -> tuple[Ledger, PromptStream]:
     rules = Rules(
         max_staleness=config.max_staleness,
         on_stale=config.on_stale,
@@ -151,24 +166,20 @@ def _data(config: Config, tasks: Tasks, incarnation: int, state: dict[str, Any] 
         max_group_bytes=config.max_group_bytes,
         max_refill=config.algorithm.max_refill,
     )
-    ledger = Ledger(rules, incarnation, state["version"] if state else 0)
+    ledger = Ledger(rules, incarnation, state.version if state else 0)
     prompts = PromptStream(tasks.train, config.seed)
     if state:
-        prompts.load_state_dict(state["prompts"])
-        try:
-            ledger.load_state_dict(state["ledger"], decode_group)
-        except BadMessage as e:
-            raise LearnerError(
-                f"the checkpoint holds groups that this version of async_rl cannot read ({e}): go on with the version that "
-                "wrote it, or start a new run_dir"
-            ) from None
+        state.restore(prompts, ledger)
     return ledger, prompts
 
 
-def _announce(progress: Progress, tasks: Tasks, identity: Identity, version: int, resumed: bool) -> None:
+def _announce(progress: Progress, tasks: Tasks, identity: Identity, version: int, skipped: list[str] | None) -> None:
+    """`skipped`: the newer checkpoints that could not be used; None when no run is resumed."""
     dropped = ", ".join(f"{n} {why}" for why, n in tasks.dropped.items() if n) or "none dropped"
     progress.notice(f"{len(tasks.train)} training and {len(tasks.heldout)} held-out prompts ({dropped})")
-    if resumed:
+    for sentence in skipped or []:
+        progress.notice(sentence)
+    if skipped is not None:
         progress.notice(f"resumed version {version} as incarnation {identity.incarnation}")
 
 
@@ -181,15 +192,19 @@ def weight_backend(config: Config) -> Literal["gloo", "nccl"]:
     return "nccl" if count and cards >= config.learner.ranks + count else "gloo"
 
 
-def next_incarnation(folder: Path) -> int:
-    """One more than the last life's; kept in a file, since a killed life leaves nothing else behind."""
-    path, beside = folder / "incarnation", folder / "incarnation.new"
+def next_incarnation(folder: Path, saved: int = 0) -> int:
+    """One more than the last life's; kept in a file, since a killed life may leave nothing else behind. `saved` is the
+    checkpoint's. A life whose number the file has lost is known from there or from the metrics."""
+    path = folder / "incarnation"
     try:
-        number = int(path.read_text()) + 1 if path.exists() else 1
-    except ValueError:
+        number = int(path.read_text()) if path.exists() else 0
+        if not 0 <= number < MAX_INCARNATION:
+            raise ValueError("no life of a learner has that number")
+    except (OSError, ValueError):
         raise LearnerError(
             f"{path} is damaged: write the highest incarnation in metrics.jsonl into it, or choose another run_dir"
         ) from None
-    beside.write_text(str(number))
-    beside.replace(path)
+    lived = [n for row in read_rows(folder / METRICS) if isinstance(n := row.get("incarnation"), int) and n < MAX_INCARNATION]
+    number = max(number, saved, *lived) + 1
+    replace_file(path, str(number).encode())
     return number

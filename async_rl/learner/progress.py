@@ -6,6 +6,7 @@ are the source of truth; the terminal, the report and the result say nothing tha
 
 from __future__ import annotations
 
+import contextlib
 import json
 import threading
 import time
@@ -19,14 +20,17 @@ import numpy as np
 from async_rl.config import Config
 from async_rl.data.evaluation import Evaluation
 from async_rl.learner.control import ControlPlane
+from async_rl.learner.failure import RunFailed
 from async_rl.learner.publish import Publisher
 from async_rl.learner.results import summarize
 from async_rl.learner.samples import Samples
+from async_rl.observability.files import replace_file, set_aside
 from async_rl.observability.log import get_logger
-from async_rl.observability.sinks import Console, RunSink, Sink, TensorBoardSink, read_run
+from async_rl.observability.sinks import METRICS, TIMING, Console, RunSink, Sink, TensorBoardSink, read_run
 
 log = get_logger(__name__)
 RATE_S = 10.0
+SAMPLES = "samples"
 
 
 class Progress:
@@ -41,14 +45,18 @@ class Progress:
         self.run_dir, self.incarnation = run_dir, incarnation
         self.evaluated = -1  # version of the newest evaluation begun
         self._console = Console(config.num_steps)
-        self._sinks: list[Sink] = [RunSink(run_dir, resume_step)]
-        if config.observe.tensorboard:
-            self._sinks.append(TensorBoardSink(run_dir / "tensorboard"))
+        self._max_failed = config.checkpoint.max_failed_saves
+        self._failed = 0  # rows in a row that could not be written
+        moved = set_aside(run_dir, (METRICS, TIMING, SAMPLES)) if resume_step is None else []
+        self._rows = RunSink(run_dir, resume_step)
+        self._board: Sink | None = TensorBoardSink(run_dir / "tensorboard") if config.observe.tensorboard else None
         self._idle: dict[str, float] = defaultdict(float)  # seconds this step waited, by what for
         self._started = self._last = time.monotonic()
         self._generated: deque[tuple[float, int]] = deque([(self._started, 0)])  # (when, tokens) of the last RATE_S seconds
         self._lock = threading.Lock()  # notices come from the control thread, steps from the training thread
-        self._samples = Samples(run_dir / "samples", resume_step, decode, self.notice)
+        self._samples = Samples(run_dir / SAMPLES, resume_step, decode, self.notice)
+        if moved:
+            self.notice(f"of an earlier life, which this run does not continue: now {', '.join(str(path) for path in moved)}")
 
     def notice(self, text: str) -> None:
         log.info("%s", text)
@@ -110,23 +118,51 @@ class Progress:
         self.notice(f"held-out accuracy of version {version}: {evaluation.summary()}, {seconds:.1f} s")
 
     def _write(self, row: dict[str, Any]) -> None:
+        """Raises RunFailed when too many in a row could not be written."""
+        trouble = ""
         with self._lock:
-            for sink in self._sinks:
-                sink.write(row)
+            try:
+                self._rows.write(row)
+            except OSError as e:
+                trouble = f"{e.filename}: {e.strerror}"
             if "reward/mean" in row:
                 self._console.step(row)
+        self._show(row)
+        self._failed = self._failed + 1 if trouble else 0
+        if trouble:
+            self.notice(f"a row could not be written ({self._failed} in a row), and is tried again with the next: {trouble}")
+        if self._failed >= self._max_failed:
+            raise RunFailed(
+                4,
+                f"{self._failed} rows in a row could not be written (checkpoint.max_failed_saves), the last to {trouble}; "
+                "free space on its disk and start again",
+            )
+
+    def _show(self, row: dict[str, Any]) -> None:
+        """TensorBoard's writer does not live on after an error; the run does."""
+        if self._board is None:
+            return
+        try:
+            self._board.write(row)
+        except OSError as e:
+            self._board = None
+            self.notice(f"TensorBoard gets no more rows: {e.strerror or e}")
 
     def result(self, books: dict[str, Any], invalid: Mapping[str, int], **ending: Any) -> dict[str, Any]:
-        """The final object, also written to `result.json`; `invalid` counts the answers of this life that were of no use."""
+        """The final object, also written to `result.json`; `invalid` counts the answers of this life that were of no use.
+
+        Raises OSError, which names the file that cannot be written.
+        """
         self._samples.close()
-        with self._lock:
-            for sink in self._sinks:
-                sink.close()
+        if self._board is not None:
+            with contextlib.suppress(OSError):
+                self._board.close()
+        self._rows.close()
         result = {
             **summarize(read_run(self.run_dir), books, {self.incarnation: invalid}),
             **ending,
             "run_dir": str(self.run_dir),
         }
         result["seconds"] = time.monotonic() - self._started
-        (self.run_dir / "result.json").write_text(json.dumps(result))
+        replace_file(self.run_dir / "result.json", json.dumps(result).encode())
         return result

@@ -1,6 +1,7 @@
 """The run in one JSON object, computed from the metrics files and the books: what `train` prints last.
 
-Pure over rows, so that a resumed run reports all of itself. Invariant: every figure can be recomputed from the files.
+Pure over rows, so that a resumed run reports all of itself. Invariant: every figure can be recomputed from the files; a row
+that lacks a figure, or holds something else in its place, is left out of that figure.
 """
 
 from __future__ import annotations
@@ -22,17 +23,18 @@ def summarize(
     """First and last reward and scores, answers that could not be used, held-out accuracy before and after, lag, throughput,
     idle time and the ledger. `invalid` has the counts of a life of the learner, by incarnation, beyond its last step."""
     steps = [row for row in rows if "reward/mean" in row]
-    evaluated = [row for row in rows if "eval/version" in row]
-    evals = [row for row in evaluated if row.get("eval/accuracy") is not None]
+    evals = [row for row in rows if _is_number(row.get("eval/accuracy"))]
     accuracies = [row["eval/accuracy"] for row in evals]
-    rewards = [row["reward/mean"] for row in steps if row["reward/mean"] is not None]
-    tokens = sum(row["batch/num_tokens"] for row in steps)
-    samples = sum(row["batch/num_samples"] for row in steps)
-    step_s = sum(row.get("time/step_s", 0.0) for row in steps)  # a kill may have cut the row's timing off
+    rewards = _numbers(steps, "reward/mean")
+    tokens = sum(_numbers(steps, "batch/num_tokens"))
+    samples = sum(_numbers(steps, "batch/num_samples"))
+    step_s = sum(_numbers(steps, "time/step_s"))  # a kill may have cut a row's timing off
+    lagged = [row for row in steps if _is_number(row.get("lag/mean")) and _is_number(row.get("batch/num_tokens"))]
+    hists = [row["lag/hist"] for row in steps if isinstance(row.get("lag/hist"), list)]
     unusable = _unusable(steps, invalid or {})
     return {
         "steps": len(steps),
-        "policy_version": steps[-1]["version"] if steps else 0,
+        "policy_version": next(reversed(_numbers(steps, "version")), 0),
         "reward_first": _mean(rewards[:ENDS]),
         "reward_last": _mean(rewards[-ENDS:]),
         "scores": {name: {"first": _mean(x[:ENDS]), "last": _mean(x[-ENDS:])} for name, x in _by_name(steps, "score/").items()},
@@ -40,18 +42,26 @@ def summarize(
         "invalid": unusable,
         "eval_first": accuracies[0] if accuracies else None,
         "eval_last": statistics.median(accuracies[1:][-LAST_EVALS:] or accuracies) if accuracies else None,
-        "evals": [[row["eval/version"], row["eval/accuracy"]] for row in evals],
-        "eval_unscored": sum(row.get("eval/unscored", 0) for row in evaluated),
-        "lag_mean": sum(row["lag/mean"] * row["batch/num_tokens"] for row in steps) / tokens if tokens else None,
-        "lag_max": max((row["lag/max"] for row in steps), default=None),
-        "lag_hist": [sum(column) for column in zip_longest(*(row["lag/hist"] for row in steps), fillvalue=0)],
-        "mismatch_abs_lag0": _mean([row["mismatch/abs_lag0"] for row in steps if row.get("mismatch/abs_lag0") is not None]),
+        "evals": [[row.get("eval/version"), row["eval/accuracy"]] for row in evals],
+        "eval_unscored": sum(_numbers(rows, "eval/unscored")),
+        "lag_mean": sum(row["lag/mean"] * row["batch/num_tokens"] for row in lagged) / tokens if tokens else None,
+        "lag_max": max(_numbers(steps, "lag/max"), default=None),
+        "lag_hist": [sum(column) for column in zip_longest(*hists, fillvalue=0)],
+        "mismatch_abs_lag0": _mean(_numbers(steps, "mismatch/abs_lag0")),
         "samples_per_s": samples / step_s if step_s else None,
         "tokens_per_s": tokens / step_s if step_s else None,
         "steps_s": step_s,
-        "idle_s": {k: sum(row.get(f"idle/{k}_s", 0.0) for row in steps) for k in ("batch", "publish", "eval", "save")},
+        "idle_s": {k: sum(_numbers(steps, f"idle/{k}_s")) for k in ("batch", "publish", "eval", "save")},
         "ledger": books,
     }
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float)
+
+
+def _numbers(rows: list[dict[str, Any]], key: str) -> list[Any]:
+    return [row[key] for row in rows if _is_number(row.get(key))]
 
 
 def _by_name(steps: list[dict[str, Any]], prefix: str) -> dict[str, list[float]]:
@@ -59,7 +69,7 @@ def _by_name(steps: list[dict[str, Any]], prefix: str) -> dict[str, list[float]]
     found: dict[str, list[float]] = {}
     for row in steps:
         for key, value in row.items():
-            if key.startswith(prefix) and value is not None:
+            if key.startswith(prefix) and _is_number(value):
                 found.setdefault(key.removeprefix(prefix), []).append(value)
     return found
 

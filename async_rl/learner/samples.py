@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from async_rl.data.evaluation import Answered, Evaluation
+from async_rl.observability.files import replace_file
 
 CLOSE_S = 30.0  # longest wait for the last file
 
@@ -25,12 +25,12 @@ class Samples:
     def __init__(
         self, folder: Path, resume_step: int | None, decode: Callable[[np.ndarray], str], notice: Callable[[str], None]
     ) -> None:
-        """Remove what a life whose work was lost has left: files of versions after `resume_step`, or all when it is None."""
+        """Remove what a life whose work was lost has left: files of versions after `resume_step`; None: a new run."""
         self._folder, self._decode, self._notice = folder, decode, notice
         self._thread: threading.Thread | None = None
         for path in folder.glob("eval_*.jsonl"):
             number = path.stem.removeprefix("eval_")
-            if number.isdecimal() and (resume_step is None or int(number) > resume_step):
+            if resume_step is not None and number.isdecimal() and int(number) > resume_step:
                 try:
                     path.unlink()
                 except OSError as e:
@@ -56,10 +56,7 @@ class Samples:
         path = self._folder / f"eval_{version:06d}.jsonl"
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
-            beside = path.with_suffix(".tmp")
-            with beside.open("w", encoding="utf-8", errors="replace") as file:
-                file.writelines(self._line(version, answer) for answer in answers)
-            os.replace(beside, path)
+            replace_file(path, "".join(self._line(version, answer) for answer in answers).encode(errors="replace"))
         except OSError as e:
             self._notice(f"the answers of version {version} could not be written to {path} ({e.strerror}): the run goes on")
         except Exception as e:  # a tokenizer's bug: no evaluation is worth a run

@@ -5,6 +5,7 @@ Invariant: only the package's own logger is configured; libraries keep theirs.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import sys
 from pathlib import Path
@@ -22,6 +23,21 @@ def rare(count: int) -> bool:
     return count & (count - 1) == 0
 
 
+class _LogFile(logging.FileHandler):
+    """A log on a full disk loses lines; a traceback for each of them on stderr would help nobody."""
+
+    _told = False
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        error = sys.exc_info()[1]
+        if not isinstance(error, OSError):
+            super().handleError(record)
+        elif not self._told:
+            self._told = True
+            with contextlib.suppress(OSError):  # stderr may lie on the same disk
+                print(f"log {self.baseFilename} loses lines ({error.strerror}): free space on its disk", file=sys.stderr)
+
+
 def setup_logging(process_name: str, path: Path | None, level: str) -> None:
     """Send the package's log to a file, warnings also to stderr; without a file, all of it to stderr.
 
@@ -32,7 +48,7 @@ def setup_logging(process_name: str, path: Path | None, level: str) -> None:
     handlers: list[logging.Handler] = [stderr]
     if path is not None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        handlers.append(logging.FileHandler(path, encoding="utf-8"))
+        handlers.append(_LogFile(path, encoding="utf-8"))
         stderr.setLevel(logging.WARNING)
     root = logging.getLogger(ROOT)
     for old in list(root.handlers):

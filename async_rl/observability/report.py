@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from async_rl.observability.files import replace_file
 from async_rl.observability.log import get_logger
 from async_rl.observability.sinks import read_run
 
@@ -41,7 +42,7 @@ def write_report(run_dir: Path) -> Path:
         encoded = base64.b64encode((run_dir / "report.png").read_bytes()).decode()
         figure = f'<img alt="reward, held-out accuracy, lag, throughput, waiting" src="data:image/png;base64,{encoded}">'
     page = run_dir / "report.html"
-    page.write_text(_page(run_dir.name, _headline(rows, result), figure, result), encoding="utf-8")
+    replace_file(page, _page(run_dir.name, _headline(rows, result), figure, result).encode())
     return page
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import time
 from collections import defaultdict, deque
 from collections.abc import Iterator, Mapping
@@ -18,6 +17,7 @@ from typing import Any, Protocol, cast
 import numpy as np
 
 from async_rl.observability.console import Console
+from async_rl.observability.files import of_file, replace_file
 from async_rl.observability.log import get_logger
 
 __all__ = ["Console", "JsonlSink", "Row", "RunSink", "Sink", "TensorBoardSink", "read_rows", "read_run"]
@@ -41,23 +41,38 @@ class JsonlSink:
     """Appends one JSON object per row, readable at once by others.
 
     `resume_step` None starts the file anew; otherwise rows up to that step stay, and later ones, of a life whose work was
-    lost, go. Raises OSError when the file cannot be written.
+    lost, go. Raises OSError, which names the file, when it cannot be written; a row that could not be is kept, and written
+    before the next one.
     """
 
     def __init__(self, path: Path, resume_step: int | None) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         kept = [] if resume_step is None else [row for row in read_rows(path) if _step(row) <= resume_step]
-        beside = path.with_suffix(".tmp")
-        beside.write_text("".join(_line(row) for row in kept), encoding="utf-8")
-        os.replace(beside, path)
-        self._file = path.open("a", encoding="utf-8")
+        replace_file(path, "".join(_line(row) for row in kept).encode())
+        self._path = path
+        self._file = path.open("ab", buffering=0)  # what a full disk took and what it did not must be known to the byte
+        self._unwritten = b""
+
+    def add(self, row: Row) -> None:
+        """To be written by the next `flush`."""
+        self._unwritten += _line(row).encode()
+
+    def flush(self) -> None:
+        try:
+            while self._unwritten:
+                self._unwritten = self._unwritten[self._file.write(self._unwritten) :]
+        except OSError as e:
+            raise of_file(e, self._path) from None
 
     def write(self, row: Row) -> None:
-        self._file.write(_line(row))
-        self._file.flush()
+        self.add(row)
+        self.flush()
 
     def close(self) -> None:
-        self._file.close()
+        try:
+            self.flush()
+        finally:
+            self._file.close()
 
 
 class RunSink:
@@ -70,12 +85,18 @@ class RunSink:
 
     def write(self, row: Row) -> None:
         timing = {k: v for k, v in row.items() if k.startswith(CLOCK)}
-        self._metrics.write({k: v for k, v in row.items() if k not in timing})
-        self._timing.write({"step": row.get("step", 0), "of": _kind(row), **timing})
+        self._metrics.add({k: v for k, v in row.items() if k not in timing})
+        self._timing.add({"step": row.get("step", 0), "of": _kind(row), **timing})
+        try:
+            self._metrics.flush()
+        finally:
+            self._timing.flush()
 
     def close(self) -> None:
-        self._metrics.close()
-        self._timing.close()
+        try:
+            self._metrics.close()
+        finally:
+            self._timing.close()
 
 
 class TensorBoardSink:
