@@ -158,7 +158,8 @@ async def _evaluate(
         if isinstance(engine, VllmEngine):
             concurrency = config.rollout.max_num_seqs
             await engine.serve_loaded(NAME, config.rollout.start_timeout_s)
-        pool = RewardPool(config.data.reward, config.rollout.reward_workers, config.rollout.reward_timeout_s)
+        rollout = config.rollout  # in a thread: a Ctrl-C, which reaches the scorers too, must be seen here first
+        pool = await asyncio.to_thread(RewardPool, config.data.reward, rollout.reward_workers, rollout.reward_timeout_s)
         evaluator = Evaluator(config, heldout, engine, pool.score, decode)
         await evaluator.run(concurrency)
         return evaluator
