@@ -86,8 +86,9 @@ def test_whatever_a_damaged_state_holds_is_one_sentence(tmp_path: Path, damage: 
     elif damage.startswith("no ") and damage != "no map":
         del held[damage.removeprefix("no ")]
     content = {"cut": packed[:-3], "no map": msgpack.packb([1])}.get(damage) or msgpack.packb(held)
+    life = {"life": 1, "incarnation": 2**40 + 1}.get(damage, 2)  # that of the ledger it is to be loaded into
     with pytest.raises(LearnerError, match=r"the state in checkpoint \S+ cannot be read \(.*\): remove that folder"):
-        unpack_state(content, tmp_path).restore(PromptStream(PROMPTS, 0), ledger_of(1 if damage == "life" else 2))
+        unpack_state(content, tmp_path).restore(PromptStream(PROMPTS, 0), ledger_of(life))
 
 
 def progress_of(folder: Path, resume_step: int | None) -> Progress:
