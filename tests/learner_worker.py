@@ -200,13 +200,13 @@ class Rank:
         def full_disk(*args, **kwargs):
             raise OSError(errno.ENOSPC, "No space left on device")
 
-        writer, write = checkpoint_module.FileSystemWriter.write_data, checkpoint_module._write
+        writer, write = checkpoint_module.FileSystemWriter.write_data, checkpoint_module.write_file
         for rank, target in ((0, "shards"), (1, "shards"), (0, "manifest"), (1, "state")):
             moment = next(iter(optimizer.named_state().values()))
             if self.rank == rank and target == "shards":
                 checkpoint_module.FileSystemWriter.write_data = full_disk
             if self.rank == rank and target == "manifest":
-                checkpoint_module._write = full_disk
+                checkpoint_module.write_file = full_disk
             if self.rank == rank and target == "state":
                 moment.fill_(torch.nan)
             try:
@@ -215,7 +215,7 @@ class Rank:
             except CheckpointError as e:
                 said = str(e)
             self.results[f"failed {rank} {target}"] = said
-            checkpoint_module.FileSystemWriter.write_data, checkpoint_module._write = writer, write
+            checkpoint_module.FileSystemWriter.write_data, checkpoint_module.write_file = writer, write
             if target == "state":
                 moment.fill_(3.0)
 

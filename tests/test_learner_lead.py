@@ -85,7 +85,7 @@ def test_whatever_a_damaged_state_holds_is_one_sentence(tmp_path: Path, damage: 
         del held["prompts"]["digest"]
     elif damage.startswith("no ") and damage != "no map":
         del held[damage.removeprefix("no ")]
-    content = {"cut": packed[:-3], "no map": msgpack.packb([1])}.get(damage) or msgpack.packb(held)
+    content: bytes = {"cut": packed[:-3], "no map": b"\x91\x01"}.get(damage) or msgpack.packb(held) or b""
     life = {"life": 1, "incarnation": 2**40 + 1}.get(damage, 2)  # that of the ledger it is to be loaded into
     with pytest.raises(LearnerError, match=r"the state in checkpoint \S+ cannot be read \(.*\): remove that folder"):
         unpack_state(content, tmp_path).restore(PromptStream(PROMPTS, 0), ledger_of(life))

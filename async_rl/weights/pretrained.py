@@ -38,13 +38,14 @@ def _load(config: ModelConfig, **options: Any) -> tuple[transformers.PreTrainedM
     before = logging.get_verbosity()
     logging.set_verbosity_error()  # its table of what is missing: a sentence says it
     try:
-        return transformers.AutoModelForCausalLM.from_pretrained(
+        loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(
             config.path,
             trust_remote_code=config.trust_remote_code,
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # they are refused by name below
             **options,
         )
+        return loaded
     finally:
         logging.set_verbosity(before)
 
