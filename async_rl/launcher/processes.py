@@ -171,8 +171,9 @@ class Pipes:
             time.sleep(timeout_s)
 
     def _pass_on(self, child: Child, data: bytes) -> None:
-        child.log.write(data)
         self._show(data)
+        with contextlib.suppress(OSError):  # a full disk: the process whose words these are tells of it
+            child.log.write(data)
 
     def _show(self, data: bytes) -> None:
         if not self._terminal_open:
