@@ -118,10 +118,7 @@ def test_a_signal_ends_it_at_once_without_a_word_too_many_or_a_file_left(tmp_pat
             os.killpg(popen.pid, signal.SIGKILL)
             popen.wait(10)
     assert (popen.returncode, out) == (128 + number, "")
-    assert "Traceback" not in err
-    assert err.splitlines()[-1:] == (
-        [] if engine == "transformers" else [f"async-rl: stopped by {signal.Signals(number).name}"]
-    )
+    assert "Traceback" not in err and "async-rl" not in err
     left = list(temporary.glob("arl-*"))
     shutil.rmtree(temporary)
     assert left == []

@@ -9,7 +9,8 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager
 from types import FrameType
 from typing import Any, TypeVar
 
@@ -51,6 +52,22 @@ def raise_stopped() -> None:
         signal.signal(number, _raise)
 
 
+@contextmanager
+def leaving(clean_up: Callable[[], None]) -> Iterator[None]:
+    """Within it a signal cleans up and ends the process there and then: vLLM, while it starts, swallows exceptions."""
+
+    def leave(number: int, frame: FrameType | None) -> None:
+        clean_up()
+        os._exit(128 + number)
+
+    before = {number: signal.signal(number, leave) for number in SIGNALS}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
 async def until_stopped(work: Coroutine[Any, Any, T]) -> T:
     """Await `work`; the first signal cancels it, and is raised as Stopped when it has cleaned up. Later ones are ignored."""
     received: list[int] = []
@@ -65,6 +82,8 @@ async def until_stopped(work: Coroutine[Any, Any, T]) -> T:
     for number in SIGNALS:
         loop.add_signal_handler(number, stop, number)
     try:
+        if _raised:
+            stop(_raised[0])
         return await work
     except asyncio.CancelledError:
         if not received:
@@ -76,5 +95,9 @@ def _leave(number: int, frame: FrameType | None) -> None:
     os._exit(128 + number)
 
 
+_raised: list[int] = []  # an exception out of nowhere may be swallowed by whatever runs then: it is raised again later
+
+
 def _raise(number: int, frame: FrameType | None) -> None:
+    _raised.append(number)
     raise Stopped(number)

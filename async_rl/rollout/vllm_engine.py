@@ -22,6 +22,7 @@ from async_rl.config import Config
 from async_rl.observability.log import get_logger
 from async_rl.rollout import vllm_setup
 from async_rl.rollout.engine import EngineDead, InFlight
+from async_rl.rollout.stopped import leaving
 from async_rl.types import Completion, FinishReason, Sampling, WeightName
 from async_rl.weights.base import WeightsError
 from async_rl.weights.group import GroupSpec
@@ -106,15 +107,13 @@ class VllmEngine:
         private_dir = tempfile.mkdtemp(prefix="arl-")
         started = time.monotonic()
         try:
-            return cls(*vllm_setup.start(config, private_dir, timeout_s, log_level), private_dir)
+            with leaving(lambda: shutil.rmtree(private_dir, ignore_errors=True)):
+                return cls(*vllm_setup.start(config, private_dir, timeout_s, log_level), private_dir)
         except Exception as e:
             shutil.rmtree(private_dir, ignore_errors=True)
             raise EngineDead(
                 f"vLLM did not start with model.path={config.model.path}: {_one_line(e)} (its own log lines are above)"
             ) from e
-        except BaseException:  # a signal
-            shutil.rmtree(private_dir, ignore_errors=True)
-            raise
         finally:
             log.info("starting vLLM took %.1f s", time.monotonic() - started)
 
