@@ -182,7 +182,7 @@ def test_leases_of_a_rollout_that_leaves_go_to_another_under_the_next_attempt() 
         first = Rollout(scene, "first")
         scene.until("leases", lambda: len(first.leases) >= 4)
         second = Rollout(scene, "second")
-        scene.until("second serving", lambda: scene.control.members.named("second").committed == 0)  # type: ignore[union-attr]
+        scene.until("second serving", lambda: [m.committed for m in scene.control.members] == [0, 0])
         first.say(Goodbye(reason="enough"))
         scene.until("the leases again", lambda: len(second.leases) >= 4)
         assert {lease.group_id for lease in second.leases} == {lease.group_id for lease in first.leases}
