@@ -156,6 +156,7 @@ class Supervisor:
         return [self._learner, *self._ended, *(r.child for r in self._rollouts)]
 
     def _start_learner(self) -> Child:
+        self._bare = False
         self._orphans.forget()
         child = Child(self._prepared.plan.learner, piped=True)
         self._pipes.add(child)
