@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
 
+from async_rl.algorithms import corrections
 from async_rl.algorithms.aggregation import AGGREGATIONS
 from async_rl.algorithms.corrections import CORRECTIONS, LEVELS, batch_normalised, batch_sum
 from async_rl.algorithms.losses import LOSSES, WEIGHTED
@@ -16,7 +18,7 @@ from async_rl.algorithms.terms import Terms
 
 from .loss_cases import CLIP, OPTIONS, aggregated, f64, gradient, make_terms, random_terms
 
-MASK_OPTIONS: dict[str, dict] = {
+MASK_OPTIONS: dict[str, dict[str, Any]] = {
     "veto": {"threshold": 0.05},
     "icepop": {"low": 0.5, "high": 2.0},
     "sequence_product": {"low": 0.1, "high": 10.0},
@@ -32,7 +34,7 @@ CONSTANTS = ("logp_prox_R", "logp_behav_R", "advantages_R", "weight_R")
 
 def replaced(terms: Terms, where: torch.Tensor, value: float) -> Terms:
     """Terms with every tensor of numbers set to `value` where told; `logp_R` is a leaf again."""
-    new = {name: torch.where(where, value, getattr(terms, name)) for name in CONSTANTS}
+    new: dict[str, Any] = {name: torch.where(where, value, getattr(terms, name)) for name in CONSTANTS}
     return terms._replace(logp_R=torch.where(where, value, terms.logp_R.detach()).requires_grad_(), **new)
 
 
@@ -144,7 +146,8 @@ def test_a_trajectory_gets_the_loss_it_would_get_alone(name):
     together = LOSSES[name](terms, **OPTIONS[name]).loss
     for i in range(terms.num_sequences):
         at = terms.sequence_R == i
-        alone = Terms(*(x[at] for x in terms[:6]), torch.zeros(int(at.sum()), dtype=torch.int64), 1)
+        mine: dict[str, Any] = {name: getattr(terms, name)[at] for name in ("logp_R", *CONSTANTS, "mask_R")}
+        alone = terms._replace(**mine, sequence_R=torch.zeros_like(terms.sequence_R[at]), num_sequences=1)
         assert torch.allclose(LOSSES[name](alone, **OPTIONS[name]).loss, together[at], rtol=1e-12)
 
 
@@ -204,7 +207,7 @@ def test_weights_on_policy_are_one_and_never_carry_gradient(name):
 
 def test_weights_refuse_what_they_cannot_do():
     terms = make_terms([-1.0] * 4)
-    arguments = [*terms[1:3], *terms[5:]]
+    arguments = (*terms[1:3], *terms[5:])
     with pytest.raises(ValueError, match=r"logp_behav has shape \(1,\), but logp_prox has shape \(4,\)"):
         CORRECTIONS["token_truncate"](terms[1], terms[2][:1], *terms[5:], low=None, high=2.0)
     with pytest.raises(ValueError, match="'truncate' needs high"):
@@ -212,11 +215,10 @@ def test_weights_refuse_what_they_cannot_do():
     for name in ("sequence_mask", "geometric_clip"):
         with pytest.raises(ValueError, match="needs low"):
             CORRECTIONS[name](*arguments, low=None, high=2.0)
-    weigh = CORRECTIONS["token_none"].func
     with pytest.raises(ValueError, match="unknown level 'word'"):
-        weigh(*arguments, level="word", mode="none", low=None, high=None)
+        corrections.weights(*arguments, level="word", mode="none", low=None, high=None)
     with pytest.raises(ValueError, match="unknown mode 'cap'"):
-        weigh(*arguments, level="token", mode="cap", low=None, high=None)
+        corrections.weights(*arguments, level="token", mode="cap", low=None, high=None)
     with pytest.raises(ValueError, match="unknown level 'word'"):
         batch_sum(terms.weight_R, *terms[5:], "word")
     with pytest.raises(ValueError, match="unknown statistic 'median'"):
@@ -225,7 +227,7 @@ def test_weights_refuse_what_they_cannot_do():
 
 @pytest.mark.parametrize("level", LEVELS)
 def test_batch_normalised_weights_have_a_mean_of_one_over_all_ranks(level):
-    ranks = [random_terms(seed) for seed in (5, 6)]
+    ranks = [random_terms(seed, num_sequences=30) for seed in (5, 6)]  # some without a token
     raw = [weights(f"{level}_truncate", terms) for terms in ranks]
     pieces = [batch_sum(w, *terms[5:], level) for w, terms in zip(raw, ranks, strict=True)]
     total, count = (torch.stack(x).sum() for x in zip(*pieces, strict=True))

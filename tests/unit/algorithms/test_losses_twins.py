@@ -66,7 +66,7 @@ def test_every_loss_has_a_twin_and_those_of_sequences_an_aggregation():
 
 
 @pytest.mark.parametrize("name", slow.TOKEN_TWINS)
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(ragged, st.data())
 def test_a_token_loss_equals_its_plain_loop(name, rows, data):
     options = data.draw(st.fixed_dictionaries(OPTIONS[name]))
@@ -80,7 +80,7 @@ def test_a_token_loss_equals_its_plain_loop(name, rows, data):
 
 
 @pytest.mark.parametrize("name", slow.SEQUENCE_TWINS)
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(one_advantage_per_sequence(), st.data())
 def test_a_sequence_loss_equals_its_plain_loop_under_its_aggregation(name, rows, data):
     options = data.draw(st.fixed_dictionaries(OPTIONS[name]))
@@ -109,7 +109,7 @@ near = st.floats(-0.5, 0.5).map(lambda x: round(x, 2))
 
 
 @pytest.mark.parametrize("harmful_only", [True, False])
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(st.lists(st.tuples(near, near, advantages, st.booleans()), max_size=12), st.floats(0.005, 0.2))
 def test_m2po_drops_what_a_plain_loop_drops_however_the_batch_is_split(harmful_only, drawn, tau):
     tokens = [Token(-1 + logp, -1 + prox, -1.0, adv, 1.0, m) for logp, prox, adv, m in drawn]
@@ -122,7 +122,7 @@ def test_m2po_drops_what_a_plain_loop_drops_however_the_batch_is_split(harmful_o
     assert [keep[i % 3][i // 3] for i in range(len(tokens))] == slow.m2po_keep(tokens, harmful_only, tau)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(one_advantage_per_sequence(), st.floats(0.05, 3))
 def test_opsm_drops_what_a_plain_loop_drops(rows, delta):
     want = []
