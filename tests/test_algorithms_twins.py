@@ -13,7 +13,8 @@ from async_rl.algorithms import aggregation
 from async_rl.algorithms.advantages import ADVANTAGES, comparable
 from async_rl.algorithms.corrections import CORRECTIONS
 from async_rl.algorithms.filters import zero_variance
-from async_rl.algorithms.losses import decoupled_ppo
+from async_rl.algorithms.losses import LOSSES
+from async_rl.algorithms.terms import Terms
 
 logps = st.floats(-30, 0)
 advantages = st.one_of(st.just(0.0), st.floats(-5, 5))
@@ -62,10 +63,10 @@ def fast_step(rows, mode, cap, dual, splits):
     total = 0.0
     for k in range(splits if n else 0):
         at = sequence % splits == k
-        weight = CORRECTIONS["token_truncate"](prox[at], behav[at], mask[at], cap)
-        loss = decoupled_ppo(
-            logp[at], prox[at], weight, advantage[at], mask[at], eps_low=EPS_LOW, eps_high=EPS_HIGH, dual_clip=dual
-        ).loss
+        columns = (logp[at], prox[at], behav[at], advantage[at])
+        weight = CORRECTIONS["token_truncate"](*columns[1:3], mask[at], sequence[at], len(rows), low=None, high=cap)
+        terms = Terms(*columns, weight, mask[at], sequence[at], len(rows))
+        loss = LOSSES["decoupled_ppo"](terms, eps_low=EPS_LOW, eps_high=EPS_HIGH, dual_clip=dual).loss
         part = aggregation.contribution(loss, scale[at], mask[at], 1, n)
         part.backward()
         total += float(part.detach())

@@ -24,6 +24,7 @@ from async_rl.algorithms import diagnostics
 from async_rl.algorithms.aggregation import contribution, denominator, num_tokens_per_sequence, token_scales
 from async_rl.algorithms.corrections import CORRECTIONS
 from async_rl.algorithms.losses import LOSSES
+from async_rl.algorithms.terms import Terms
 from async_rl.config import Config
 from async_rl.data.packing import microbatch, plan
 from async_rl.learner.model import PolicyModel
@@ -141,17 +142,10 @@ class PolicyUpdate:
         logp_T, entropy_T = self._forward(scored)
         prox_T = logp_T.detach() if prox_R is None else prox_R[slots_T]
         behav_T, all_T = tensors.logp_behav_R[slots_T], torch.ones_like(slots_T, dtype=torch.bool)
-        weight_T = CORRECTIONS[c.correction](prox_T, behav_T, all_T, c.correction_cap)
-        token_loss = LOSSES[c.loss](
-            logp_T,
-            prox_T,
-            weight_T,
-            tensors.advantages_R[slots_T],
-            all_T,
-            eps_low=c.eps_low,
-            eps_high=c.eps_high,
-            dual_clip=c.dual_clip,
-        )
+        sequences = (scored.sequence_T, len(tensors.num_tokens_N))
+        weight_T = CORRECTIONS[c.correction](prox_T, behav_T, all_T, *sequences, low=None, high=c.correction_cap)
+        terms = Terms(logp_T, prox_T, behav_T, tensors.advantages_R[slots_T], weight_T, all_T, *sequences)
+        token_loss = LOSSES[c.loss](terms, eps_low=c.eps_low, eps_high=c.eps_high, dual_clip=c.dual_clip)
         scale_T = token_scales(c.aggregation, all_T, scored.sequence_T, tensors.num_tokens_N)
         loss = contribution(token_loss.loss, scale_T, all_T, self.num_ranks, n)
         tally.add("loss", loss.item() / self.num_ranks, 0.0)
