@@ -19,8 +19,12 @@ MAX_K3 = 10.0  # nats per token; beyond it e^x is all there is to see
 
 
 def k1(logp_R: Tensor, logp_ref_R: Tensor, mask_R: Tensor) -> Tensor:
-    """`log pi/ref`, [R]: unbiased for KL(pi || ref) on samples of pi, of either sign. Differentiated, its expectation is 0."""
+    """`log pi/ref`, [R]: unbiased for KL(pi || ref) on samples of pi, of either sign. Differentiated, its expectation is 0.
+
+    This and those below raise ValueError when shapes differ, or when the reference or the behavior carries gradient.
+    """
     check_aligned(logp=logp_R, logp_ref=logp_ref_R, mask=mask_R)
+    check_detached(logp_ref=logp_ref_R)
     return log_ratio(logp_R, logp_ref_R, mask_R)
 
 
@@ -41,26 +45,23 @@ def k3(logp_R: Tensor, logp_ref_R: Tensor, mask_R: Tensor) -> Tensor:
 def detached_k2(logp_R: Tensor, logp_ref_R: Tensor, logp_behav_R: Tensor, mask_R: Tensor, cap: float) -> Tensor:
     """`min(pi/mu, cap) k2` with the ratio held constant, [R]: the gradient of KL(pi || ref) on samples of the behavior mu.
 
-    arXiv:2510.01555. Exact where the cap does not cut. Raises ValueError when shapes differ or a constant carries gradient.
+    arXiv:2510.01555. Exact where the cap does not cut.
     """
-    return _weight(logp_R.detach(), logp_behav_R, mask_R).clamp(max=cap) * _checked(k2, logp_R, logp_ref_R, mask_R)
+    return _weight(logp_R.detach(), logp_behav_R, mask_R).clamp(max=cap) * k2(logp_R, logp_ref_R, mask_R)
 
 
 def attached_k3(logp_R: Tensor, logp_ref_R: Tensor, logp_behav_R: Tensor, mask_R: Tensor, cap: float) -> Tensor:
     """`pi/mu k3` with gradient through the ratio too, [R]: unbiased for KL(pi || ref), in value and gradient.
 
     DeepSeek-V3.2, arXiv:2512.02556. `cap` is not used: a ratio that is cut has no gradient, and without it that of k3 alone
-    is of the wrong KL. Raises ValueError when shapes differ or a constant carries gradient.
+    is of the wrong KL.
     """
-    return _weight(logp_R, logp_behav_R, mask_R) * _checked(k3, logp_R, logp_ref_R, mask_R)
+    return _weight(logp_R, logp_behav_R, mask_R) * k3(logp_R, logp_ref_R, mask_R)
 
 
 def straight_through_k3(logp_R: Tensor, logp_ref_R: Tensor, logp_behav_R: Tensor, mask_R: Tensor, cap: float) -> Tensor:
-    """`min(pi/mu, cap)` held constant, times the value of k3 with the gradient of k2, [R]; verl's `k3+` when mu is pi.
-
-    Raises ValueError when shapes differ or a constant carries gradient.
-    """
-    slope_R = _checked(k2, logp_R, logp_ref_R, mask_R)
+    """`min(pi/mu, cap)` held constant, times the value of k3 with the gradient of k2, [R]; verl's `k3+` when mu is pi."""
+    slope_R = k2(logp_R, logp_ref_R, mask_R)
     value_R = k3(logp_R.detach(), logp_ref_R, mask_R)
     return _weight(logp_R.detach(), logp_behav_R, mask_R).clamp(max=cap) * (slope_R - slope_R.detach() + value_R)
 
@@ -69,13 +70,6 @@ def _weight(logp_R: Tensor, logp_behav_R: Tensor, mask_R: Tensor) -> Tensor:
     check_aligned(logp=logp_R, logp_behav=logp_behav_R, mask=mask_R)
     check_detached(logp_behav=logp_behav_R)
     return log_ratio(logp_R, logp_behav_R, mask_R).exp()
-
-
-def _checked(
-    estimator: Callable[[Tensor, Tensor, Tensor], Tensor], logp_R: Tensor, logp_ref_R: Tensor, mask_R: Tensor
-) -> Tensor:
-    check_detached(logp_ref=logp_ref_R)
-    return estimator(logp_R, logp_ref_R, mask_R)
 
 
 KLLoss = Callable[[Tensor, Tensor, Tensor, Tensor, float], Tensor]
