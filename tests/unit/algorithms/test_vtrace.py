@@ -107,6 +107,10 @@ def test_a_huge_ratio_stays_finite_and_bounds_that_make_no_sense_are_refused():
     args = (f64([0, 1]), f64([0, 0]), mask, one.repeat(2), f64([0]))
     got = vtrace(x, x.flip(0), *args, gamma=1.0, rho_bar=1e12, pg_rho_bar=1e12, c_bar=1e12)
     assert all(y.isfinite().all() for y in got)
-    for options, what in (({"c_bar": 2.0}, "c_bar is 2.0"), ({"c_bar": 0.0}, "c_bar is 0.0"), ({"max_trace": 0.5}, "max_trace")):
+    for options, what in (
+        ({"c_bar": 2.0}, "c_bar is 2.0"),
+        ({"c_bar": 0.0}, "c_bar is 0.0"),
+        ({"max_trace": 0.5}, "max_trace"),
+    ):
         with pytest.raises(ValueError, match=what):
             vtrace(x, x, *args, gamma=1.0, **options)
