@@ -60,9 +60,8 @@ def test_the_greedy_baseline_is_the_golden_one(inputs, expected, tol):
 
 def slow_advantages(name, rewards, groups, valid):
     out = []
-    comparable_rewards = [
-        r for r, g, v in zip(rewards, groups, valid, strict=True) if v and sum(h == g and w for h, w in zip(groups, valid)) >= 2
-    ]
+    kept = [g for g, v in zip(groups, valid, strict=True) if v]
+    batch = [r for r, g, v in zip(rewards, groups, valid, strict=True) if v and kept.count(g) >= 2]
     for i in range(len(rewards)):
         mine = [j for j in range(len(rewards)) if valid[j] and groups[j] == groups[i]]
         if name == "remax":
@@ -78,7 +77,7 @@ def slow_advantages(name, rewards, groups, valid):
                 "grpo": (rewards[i] - mean) / (std([rewards[j] for j in mine]) + 1e-6),
                 "dr_grpo": rewards[i] - mean,
                 "reinforce_pp_baseline": rewards[i] - mean,
-                "grpo_batch_std": (rewards[i] - mean) / (std(comparable_rewards) + 1e-6),
+                "grpo_batch_std": (rewards[i] - mean) / (std(batch) + 1e-6),
                 "rloo": rewards[i] - math.fsum(others) / len(others),
                 "opo": rewards[i] - math.fsum((j + 1) * rewards[j] for j in mine) / sum(j + 1 for j in mine),
             }[name]
@@ -179,7 +178,7 @@ def test_equal_rewards_give_exactly_zero_even_from_fp32(name, value):
 
 @pytest.mark.parametrize("name", [n for n in ADVANTAGES if n != "remax"])
 def test_differences_below_the_resolution_of_a_reward_are_no_signal(name):
-    assert not advantage(name, f64([1, 1 + 1e-7, 0.2, 0.5])[:2], torch.zeros(2, dtype=torch.int64), everything(2)).any()
+    assert not advantage(name, f64([1, 1 + 1e-7]), torch.zeros(2, dtype=torch.int64), everything(2)).any()
 
 
 def test_a_std_over_the_batch_does_not_blow_a_quiet_group_up():
@@ -197,9 +196,9 @@ def test_answers_without_a_token_weigh_nothing_and_a_group_of_them_has_no_baseli
 
 def test_what_a_baseline_needs_is_asked_for_by_name():
     two, groups = f64([0, 1]), torch.zeros(2, dtype=torch.int64)
-    with pytest.raises(ValueError, match="opo .*: give lengths_N"):
+    with pytest.raises(ValueError, match=r"opo .*: give lengths_N"):
         opo(two, groups, everything(2))
-    with pytest.raises(ValueError, match="remax .*: give greedy_N"):
+    with pytest.raises(ValueError, match=r"remax .*: give greedy_N"):
         remax(two, groups, everything(2))
     with pytest.raises(ValueError, match="lengths has shape"):
         opo(two, groups, everything(2), lengths_N=two[:1])

@@ -31,11 +31,17 @@ def test_micro_batches_on_ranks_add_up_to_the_global_loss(inputs, expected, tol,
     parts, prompts, counts = flattened(inputs)
     ranks, options = len(inputs["ranks"]), {"group_ids_N": prompts, "max_tokens": inputs["Lmax"]}
     total = aggregation.denominator(mode, counts, group_ids_N=prompts)
-    sums = [0.0] * ranks
+    backward_losses: list[list[float]] = [[] for _ in range(ranks)]
     for r, losses, mask, sequence in parts:
         scale = aggregation.token_scales(mode, mask, sequence, counts, **options)
-        sums[r] += float(aggregation.contribution(losses, scale, mask, ranks, total))
-    close(np.mean(sums), expected[mode], tol)  # FSDP averages over ranks
+        backward_losses[r].append(float(aggregation.contribution(losses, scale, mask, ranks, total)))
+    close(np.mean([sum(rank) for rank in backward_losses]), expected[mode], tol)  # FSDP averages over ranks
+    if mode == "token_mean":
+        assert total == expected["global_tokens"]
+        for got, want in zip(backward_losses, expected["token_mean_backward_losses"], strict=True):
+            close(got, want, tol)
+    elif mode != "prompt_mean":
+        assert total == expected["global_seqs"]
 
 
 @cases("seed_mean_bug_demo")

@@ -23,11 +23,11 @@ def arguments(inputs):
 def slow_gae(rows, bootstrap, gamma, lam):
     """algorithms.md §4.1, one trajectory and one token at a time."""
     advantages, returns = [], []
-    for row, end, l in zip(rows, bootstrap, lam, strict=True):
+    for row, end, decay in zip(rows, bootstrap, lam, strict=True):
         nv, acc, back = end, 0.0, []
         for r, v, _, _, m in reversed(row):
             if m:
-                acc = r + gamma * nv - v + gamma * l * acc
+                acc = r + gamma * nv - v + gamma * decay * acc
                 nv = v
             back.append((acc, acc + v) if m else (0.0, 0.0))
         advantages += [a for a, _ in reversed(back)]

@@ -51,7 +51,7 @@ def test_the_way_from_grpo_to_ppo_has_a_beginning_an_end_and_no_turn():
     weights = [hybrid_at(t, 37).ppo_weight for t in range(60)]
     assert (weights[0], weights[-1]) == (0.0, 1.0)
     assert weights == sorted(weights)
-    with pytest.raises(ValueError, match="grpo_end is 0.7"):
+    with pytest.raises(ValueError, match=r"grpo_end is 0\.7"):
         hybrid_at(0, 1, grpo_end=0.7)
 
 
