@@ -114,3 +114,15 @@ def test_a_huge_ratio_stays_finite_and_bounds_that_make_no_sense_are_refused():
     ):
         with pytest.raises(ValueError, match=what):
             vtrace(x, x, *args, gamma=1.0, **options)
+
+
+@pytest.mark.parametrize(
+    ("ratios", "reached"),
+    [((1.5, 1.5, 1.5, 1.5, 1.0), (2, 2, 2, 1.5, 1)), ((8.0, 0.25, 2.0, 1.0), (1, 0.5, 2, 1)), ((0.5, 4.0, 1.0), (1, 2, 1))],
+)
+def test_no_product_of_successive_ratios_passes_the_bound_wherever_it_starts_or_ends(ratios, reached):
+    log_rho, n = f64(ratios).log(), len(ratios)
+    zeros, rewards = torch.zeros_like(log_rho), f64([0.0] * (n - 1) + [1.0])
+    options = {"gamma": 1.0, "rho_bar": 8.0, "c_bar": 8.0, "max_trace": 2.0}
+    got = vtrace(log_rho, zeros, rewards, zeros, bools([1] * n), one.repeat(n), f64([0]), **options)
+    close(got.targets, reached)
