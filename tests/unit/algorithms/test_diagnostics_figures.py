@@ -124,9 +124,9 @@ def test_mismatch_is_split_by_lag_and_the_last_bucket_holds_the_rest():
 
 
 def test_both_directions_of_truncation_are_counted_before_rejection():
-    prox, weight = f64([0.25, 1.0, 4.0, 1.0]).log(), f64([0.5, 1.0, 2.0, 9.0])
-    got = row(diagnostics.correction(prox, torch.zeros_like(prox), weight, bools([1, 1, 1, 0])))
-    assert (got["is/trunc_frac_high"], got["is/trunc_frac_low"]) == pytest.approx((1 / 3, 1 / 3))
+    prox, weight = f64([0.25, 0.1, 1.0, 4.0, 1.0]).log(), f64([0.5, 0.5, 1.0, 2.0, 9.0])
+    got = row(diagnostics.correction(prox, torch.zeros_like(prox), weight, bools([1, 1, 1, 1, 0])))
+    assert (got["is/trunc_frac_high"], got["is/trunc_frac_low"]) == pytest.approx((1 / 4, 2 / 4))
 
 
 def test_sequence_figures_are_of_products_and_of_whole_trajectories():
@@ -142,7 +142,7 @@ def test_sequence_figures_are_of_products_and_of_whole_trajectories():
     assert figures["is/ess_seq_truncated"] == pytest.approx(3.5**2 / (3 * (4 + 0.25 + 1)))
     assert not any("_sq_" in name for name in figures)
     huge = diagnostics.sequence_correction(prox + 15, behav, weight, mask, sequence, 5, 2.0)
-    assert all(math.isfinite(x) for x in row(huge).values())
+    assert row(huge)["is/seq_ratio_mean"] <= math.exp(20)
 
 
 def test_the_critic_is_judged_over_all_parts_not_by_a_mean_of_their_variances():
