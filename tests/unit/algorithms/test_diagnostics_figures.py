@@ -105,7 +105,7 @@ def test_length_figures_are_the_golden_ones(inputs, expected, tol):
     for golden, ours in (names | {"truncated_fraction": "truncated_frac"}).items():
         close(got[ours], expected[golden], tol)
     close(got["len/p95"], 38.5, tol)
-    assert diagnostics.lengths([1, 2], ["abort", "stop"], [0, 1])["aborted_frac"] == 0.5
+    assert diagnostics.lengths([1, 2, 3, 4], ["abort", "stop", "stop", "length"], [0, 1, 0, 0])["aborted_frac"] == 0.25
     assert set(diagnostics.lengths([], [], []).values()) == {0.0}
 
 
