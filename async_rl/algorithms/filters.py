@@ -6,7 +6,8 @@ and before any group statistic. Whatever is left out has a reason, so that it ca
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
@@ -46,3 +47,44 @@ def zero_variance(rewards: Sequence[float] | np.ndarray) -> bool:
     if len(rewards_G) < 2:
         return True
     return bool((rewards_G - rewards_G.min()).std(ddof=1) < ZERO_STD)
+
+
+def overlong(trajectory: Trajectory) -> bool:
+    """Cut by its length limit: of what it would have become, its reward says little (DAPO, arXiv:2503.14476)."""
+    return trajectory.finish_reason == "length"
+
+
+def stale(trajectory: Trajectory, version: int, max_staleness: int) -> bool:
+    """Its oldest sampled token is more than `max_staleness` versions behind `version`, the learner's at consumption."""
+    versions = trajectory.versions[trajectory.mask]
+    return len(versions) > 0 and version - int(versions.min()) > max_staleness
+
+
+def group_reasons(
+    trajectories: Sequence[Trajectory],
+    *,
+    version: int,
+    max_staleness: int,
+    drop_overlong: bool = False,
+    drop_zero_variance: bool = False,
+) -> list[str]:
+    """Why each sibling is left out, "" for those that stay: that of `valid`, else stale, overlong, singleton, zero_variance.
+
+    The last two, only with `drop_zero_variance`, are judged on those that are left: what is dropped enters no statistic.
+    """
+    reasons = [valid(t) for t in trajectories]
+    for k, trajectory in enumerate(trajectories):
+        if not reasons[k] and stale(trajectory, version, max_staleness):
+            reasons[k] = "stale"
+        elif not reasons[k] and drop_overlong and overlong(trajectory):
+            reasons[k] = "overlong"
+    rewards = [t.reward for t, why in zip(trajectories, reasons, strict=True) if not why]
+    if drop_zero_variance and zero_variance(rewards):
+        whole = "singleton" if len(rewards) == 1 else "zero_variance"
+        reasons = [why or whole for why in reasons]
+    return reasons
+
+
+def count_reasons(reasons: Iterable[str]) -> dict[str, int]:
+    """How many were left out, by reason; those that stay are not counted."""
+    return dict(Counter(why for why in reasons if why))

@@ -95,6 +95,8 @@ def gradient(terms: Terms, scalar: Tensor) -> Tensor:
 def aggregated(name: str, terms: Terms, mode: str, **options) -> Tensor:
     """The loss of a step that is one micro-batch, with gradient."""
     counts = aggregation.num_tokens_per_sequence(terms.mask_R, terms.sequence_R, terms.num_sequences)
-    scale = aggregation.token_scales(mode, terms.mask_R, terms.sequence_R, counts)
+    alone = torch.arange(terms.num_sequences)  # every trajectory is of a prompt of its own
+    scale = aggregation.token_scales(mode, terms.mask_R, terms.sequence_R, counts, group_ids_N=alone, max_tokens=9)
     loss = LOSSES[name](terms, **options).loss
-    return aggregation.contribution(loss, scale, terms.mask_R, 1, max(1, aggregation.denominator(mode, counts)))
+    count = aggregation.denominator(mode, counts, group_ids_N=alone)
+    return aggregation.contribution(loss, scale, terms.mask_R, 1, max(1, count))

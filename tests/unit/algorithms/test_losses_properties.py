@@ -63,7 +63,13 @@ def test_on_policy_the_gradient_is_minus_the_advantage_and_nothing_is_clipped(na
 @pytest.mark.parametrize("mode", AGGREGATIONS)
 def test_on_policy_the_step_is_that_of_reinforce_under_every_aggregation(name, mode):
     terms = on_policy()
-    per_token = {"token_mean": f64([7] * 5), "seq_mean_token_sum": f64([4] * 5), "seq_mean_token_mean": f64([8, 4, 1, 8, 8])}
+    per_token = {
+        "token_mean": f64([7] * 5),
+        "seq_mean_token_sum": f64([4] * 5),
+        "seq_mean_token_mean": f64([8, 4, 1, 8, 8]),
+        "seq_mean_token_sum_norm": f64([4 * 9] * 5),
+        "prompt_mean": f64([8, 4, 1, 8, 8]),
+    }
     want = torch.where(terms.mask_R, -terms.advantages_R / per_token[mode][terms.sequence_R], 0)
     got = gradient(terms, aggregated(name, terms, mode, **OPTIONS[name]))
     assert got.tolist() == pytest.approx(want.tolist(), rel=1e-12)

@@ -10,9 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from async_rl.algorithms import aggregation
-from async_rl.algorithms.advantages import ADVANTAGES, comparable
 from async_rl.algorithms.corrections import CORRECTIONS
-from async_rl.algorithms.filters import zero_variance
 from async_rl.algorithms.losses import LOSSES
 from async_rl.algorithms.terms import Terms
 
@@ -39,12 +37,13 @@ def slow_step(rows, mode, cap, dual):
     """The step's loss and its derivative by every log-prob, trajectory by trajectory, token by token."""
     trained = [sum(m for *_, m in row) for row in rows]
     n = sum(trained) if mode == "token_mean" else sum(t > 0 for t in trained)
+    each = {"seq_mean_token_mean": lambda t: 1 / t, "prompt_mean": lambda t: 1 / t, "seq_mean_token_sum_norm": lambda t: 1 / 9}
     total, slopes = 0.0, []
     for row, length in zip(rows, trained, strict=True):
         for logp, prox, behav, advantage, m in row:
             weight = min(math.exp(max(-20, min(20, prox - behav))), cap)
             loss, slope = slow_ppo(logp, prox, weight, advantage, dual) if m else (0.0, 0.0)
-            per_token = 1 / length if mode == "seq_mean_token_mean" and length else 1.0
+            per_token = each.get(mode, lambda t: 1.0)(length) if length else 1.0
             total += per_token * loss / n if n else 0.0
             slopes.append(per_token * slope / n if n else 0.0)
     return total, slopes
@@ -58,8 +57,9 @@ def fast_step(rows, mode, cap, dual, splits):
     logp, (_, prox, behav, advantage) = columns[0].clone().requires_grad_(), columns
     mask = torch.tensor([t[4] for t in flat], dtype=torch.bool)
     counts = aggregation.num_tokens_per_sequence(mask, sequence, len(rows))
-    n = aggregation.denominator(mode, counts)
-    scale = aggregation.token_scales(mode, mask, sequence, counts)
+    alone = torch.arange(len(rows))  # every trajectory is of a prompt of its own
+    n = aggregation.denominator(mode, counts, group_ids_N=alone)
+    scale = aggregation.token_scales(mode, mask, sequence, counts, group_ids_N=alone, max_tokens=9)
     total = 0.0
     for k in range(splits if n else 0):
         at = sequence % splits == k
@@ -80,37 +80,3 @@ def test_a_step_equals_its_plain_loop_for_ragged_masks_and_any_split(rows, mode,
     got, got_slopes = fast_step(rows, mode, cap, dual, splits)
     np.testing.assert_allclose(got, want, rtol=1e-6, atol=1e-6)
     np.testing.assert_allclose(got_slopes, want_slopes, rtol=1e-6, atol=1e-6)
-
-
-def slow_advantages(rewards, groups, valid, norm_std):
-    out = []
-    for i in range(len(rewards)):
-        mine = [rewards[j] for j in range(len(rewards)) if valid[j] and groups[j] == groups[i]]
-        if not valid[i] or len(mine) < 2:
-            out.append(0.0)
-            continue
-        mean = math.fsum(mine) / len(mine)
-        std = math.sqrt(math.fsum((x - mean) ** 2 for x in mine) / (len(mine) - 1))
-        out.append(0.0 if std < 1e-6 else (rewards[i] - mean) / (std + 1e-6 if norm_std else 1))
-    return out
-
-
-rewards = st.one_of(st.sampled_from([0.0, 1.0, 0.1, 0.7]), st.floats(-10, 10).map(lambda x: round(x, 3)))
-members = st.lists(st.tuples(rewards, st.integers(0, 3), st.booleans()), max_size=16)
-
-
-@settings(max_examples=300, deadline=None)
-@given(members, st.booleans())
-def test_advantages_equal_their_plain_loop_for_groups_in_any_order(rows, norm_std):
-    values, groups, valid = ([row[k] for row in rows] for k in range(3))
-    args = (
-        torch.tensor(values, dtype=torch.float64),
-        torch.tensor(groups, dtype=torch.int64),
-        torch.tensor(valid, dtype=torch.bool),
-    )
-    got = ADVANTAGES["grpo" if norm_std else "dr_grpo"](*args)
-    np.testing.assert_allclose(got, slow_advantages(values, groups, valid, norm_std), rtol=1e-6, atol=1e-9)
-    for g in set(groups):
-        mine = [r for r, h, v in rows if h == g and v]
-        assert zero_variance(mine) == (not any(a != 0 for a, h in zip(got.tolist(), groups, strict=True) if h == g))
-    assert comparable(*args).tolist() == [v and sum(h == g and w for _, h, w in rows) >= 2 for _, g, v in rows]
