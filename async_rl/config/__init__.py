@@ -3,9 +3,9 @@
 Imports neither torch, vllm nor transformers: `async-rl check` must answer at once.
 """
 
-from async_rl.config.load import ConfigError, load_config, parse_config
+from async_rl.config.algorithm import AlgorithmConfig, CriticConfig, KLConfig
+from async_rl.config.load import ConfigError, load_config, parse_config, preset, preset_names
 from async_rl.config.schema import (
-    AlgorithmConfig,
     Config,
     DataConfig,
     EvalConfig,
@@ -19,12 +19,16 @@ __all__ = [
     "AlgorithmConfig",
     "Config",
     "ConfigError",
+    "CriticConfig",
     "DataConfig",
     "EvalConfig",
+    "KLConfig",
     "LearnerConfig",
     "ModelConfig",
     "RolloutConfig",
     "config_keys",
     "load_config",
     "parse_config",
+    "preset",
+    "preset_names",
 ]

@@ -5,20 +5,19 @@ Owns those sentences; each names key, value and fix.
 
 from __future__ import annotations
 
+from async_rl.config.method_rules import Rules, method_rules
 from async_rl.config.schema import Config
 
 LOOPBACK = ("127.", "localhost", "::1")
 
-Rules = list[tuple[bool, str]]  # (broken, sentence)
-
 
 def impossible(c: Config) -> Rules:
     """Every rule with whether it is broken."""
-    return [*_sizes(c), *_learning(c), *_places(c), *_data(c)]
+    return [*_sizes(c), *_learning(c), *method_rules(c), *_places(c), *_data(c)]
 
 
 def _sizes(c: Config) -> Rules:
-    window = c.groups_per_step * (c.max_staleness + 1)
+    window = c.most_groups * (c.max_staleness + 1)
     return [
         (
             c.rollout.max_new_tokens >= c.model.max_model_len,
@@ -45,19 +44,6 @@ def _sizes(c: Config) -> Rules:
 
 def _learning(c: Config) -> Rules:
     return [
-        (
-            c.group_size < 2,
-            f"group_size is {c.group_size}, but algorithm.advantage={c.algorithm.advantage} compares siblings: use 2 or more",
-        ),
-        (
-            c.max_staleness > 0 and c.algorithm.correction == "none",
-            f"max_staleness is {c.max_staleness} with algorithm.correction=none: stale tokens need a correction, "
-            "use token_truncate or max_staleness=0",
-        ),
-        (
-            c.algorithm.num_minibatches > c.groups_per_step,
-            f"algorithm.num_minibatches is {c.algorithm.num_minibatches}, more than groups_per_step={c.groups_per_step}",
-        ),
         (
             c.learner.warmup_fraction + c.learner.hold_fraction > 1,
             "learner.warmup_fraction + learner.hold_fraction is more than 1: lower one",

@@ -9,17 +9,10 @@ import hashlib
 import json
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, Field
 
-Seconds = Annotated[float, Field(ge=1e-3, le=1e7)]
-Few = Annotated[int, Field(ge=1, le=4096)]  # processes, threads, groups in flight
-
-
-class Section(BaseModel):
-    model_config = ConfigDict(
-        frozen=True, extra="forbid", use_attribute_docstrings=True, protected_namespaces=(), allow_inf_nan=False
-    )
-
+from async_rl.config.algorithm import AlgorithmConfig
+from async_rl.config.section import Few, Seconds, Section
 
 class ModelConfig(Section):
     path: str
@@ -118,37 +111,12 @@ class LearnerConfig(Section):
     """AdamW's decoupled weight decay."""
     max_grad_norm: float = Field(default=1.0, gt=0)
     """Global gradient norm is clipped to this."""
+    lr_by_ess: bool = False
+    """Multiply the rate by the square root of the share of answers that the importance weights leave effective (VCPO)."""
     max_skipped_steps: int = Field(default=5, ge=1)
     """Steps in a row that change nothing (non-finite, or no trainable token) before the run stops."""
     step_timeout_s: Seconds = 1800.0
     """Longest any collective of the learner group may take."""
-
-
-class AlgorithmConfig(Section):
-    advantage: Literal["grpo", "dr_grpo"] = "grpo"
-    """Advantage estimator."""
-    loss: Literal["decoupled_ppo"] = "decoupled_ppo"
-    """Policy loss."""
-    correction: Literal["token_truncate", "none"] = "token_truncate"
-    """Importance-sampling weight from behavior to proximal policy."""
-    correction_cap: float = Field(default=2.0, gt=0)
-    """Upper bound of that weight."""
-    aggregation: Literal["token_mean", "seq_mean_token_mean", "seq_mean_token_sum"] = "token_mean"
-    """How per-token losses become one number."""
-    eps_low: float = Field(default=0.2, gt=0, lt=1)
-    """PPO clip below 1."""
-    eps_high: float = Field(default=0.28, gt=0)
-    """PPO clip above 1."""
-    dual_clip: float | None = Field(default=3.0, gt=1)
-    """Bound of the loss for negative advantages, in units of the advantage; null turns it off."""
-    num_minibatches: int = Field(default=1, ge=1)
-    """Optimizer steps per batch; more than one costs a second forward pass for the proximal log-probs."""
-    zero_variance: Literal["keep", "mask", "refill"] = "keep"
-    """Groups whose rewards are all equal: train with advantage 0, leave out of the loss and its count, or replace."""
-    max_refill: int = Field(default=4, ge=1)
-    """With `refill`: groups replaced per step, in units of `groups_per_step`."""
-    shuffle_rewards: bool = False
-    """Control experiment: permute the rewards within a batch, so that nothing can be learned from them."""
 
 
 class TransportConfig(Section):
@@ -227,6 +195,14 @@ class Config(Section):
     """Prompts per learner step."""
     group_size: int = Field(ge=1)
     """Answers per prompt."""
+    group_size_end: int | None = Field(default=None, ge=2)
+    """Move to this group size by doubling or halving, each size for as many steps, and prompts per step the other way, so that
+    a step keeps its number of answers."""
+    adaptive_group_sizes: tuple[int, int] | None = None
+    """Smallest and largest group, instead of `group_size` for all: prompts whose groups carried a signal less often get more of
+    the same number of answers."""
+    i_know: bool = False
+    """Train on stale tokens without the correction that they need, as in an ablation."""
     model: ModelConfig
     data: DataConfig = DataConfig()
     rollout: RolloutConfig = RolloutConfig()
@@ -242,8 +218,19 @@ class Config(Section):
     def max_group_bytes(self) -> int:
         """Upper bound of one group on the wire: five arrays of at most 4 bytes a token, the prompt, and a header, of which a
         sibling takes 512 bytes with its error and 1280 with 16 scores under names of 64 bytes."""
-        tokens = self.group_size * self.rollout.max_new_tokens
-        return 4 * self.model.max_model_len + 17 * tokens + 4096 + (512 + 1280) * self.group_size
+        tokens = self.largest_group * self.rollout.max_new_tokens
+        return 4 * self.model.max_model_len + 17 * tokens + 4096 + (512 + 1280) * self.largest_group
+
+    @property
+    def largest_group(self) -> int:
+        """Most answers that any lease asks for; with remax one of them is the greedy one."""
+        largest = max(self.group_size, self.group_size_end or 0, *(self.adaptive_group_sizes or (0,)))
+        return largest + (self.algorithm.advantage == "remax")
+
+    @property
+    def most_groups(self) -> int:
+        """Most groups that any step takes: `groups_per_step`, or more while groups are smaller."""
+        return self.groups_per_step * self.group_size // min(self.group_size, self.group_size_end or self.group_size)
 
     def digest(self) -> str:
         """What learner and rollouts must agree on: everything but where files go and how much is logged."""
