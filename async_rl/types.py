@@ -121,7 +121,9 @@ class Batch:
     prompt_lengths: np.ndarray  # int32 [N]
     response_lengths: np.ndarray  # int32 [N]
     logp_behav: np.ndarray  # float32 [R]
-    advantages: np.ndarray  # float32 [R]
+    rewards: np.ndarray  # float64 [N], as they are to be learnt from; 0 where there is none
+    advantages: np.ndarray  # float64 [N], against the siblings; 0 with a method that has none of those
+    truncated: np.ndarray  # bool [N], cut by the length limit, so its last state has a future
     mask: np.ndarray  # bool [R], trainable tokens
     lags: np.ndarray  # int32 [R], learner version at consumption - version of the token
     group_ids: np.ndarray  # int64 [N]

@@ -17,7 +17,9 @@ _DTYPES: dict[str, type[np.generic]] = {
     "prompt_lengths": np.int32,
     "response_lengths": np.int32,
     "logp_behav": np.float32,
-    "advantages": np.float32,
+    "rewards": np.float64,
+    "advantages": np.float64,
+    "truncated": np.bool_,
     "mask": np.bool_,
     "lags": np.int32,
     "group_ids": np.int64,
@@ -27,7 +29,7 @@ _DTYPES: dict[str, type[np.generic]] = {
 def scatter_batch(batch: Batch | None, group: dist.ProcessGroup | None) -> Batch:
     """The batch of rank 0, on every rank. `group` None means a single process.
 
-    Collective over `group` (gloo): a header of eight lengths, then the bytes. Raises ValueError when rank 0 has no batch.
+    Collective over `group` (gloo): a header of lengths, then the bytes. Raises ValueError when rank 0 has no batch.
     """
     root = group is None or dist.get_rank(group) == 0
     if root and batch is None:
