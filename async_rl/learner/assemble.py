@@ -1,45 +1,84 @@
-"""From taken groups to one Batch, and what there is to say about them. Pure: numpy and algorithms, no clock.
+"""From taken groups to one Batch, and what there is to say about them. Pure but for the running scale of rewards.
 
-Invariant: rows are keyed by group id, never by position; a trajectory that cannot be compared has an empty mask, so it
+Invariant: rows are keyed by group id, never by position; a trajectory that cannot be trained on has an empty mask, so it
 is in no numerator and no denominator; lag is counted here, at consumption, from the version of every token.
 """
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 import torch
+from torch import Tensor
 
 from async_rl.algorithms import diagnostics, filters
 from async_rl.algorithms.advantages import ADVANTAGES, comparable
-from async_rl.config import AlgorithmConfig
+from async_rl.config import Config
 from async_rl.data.record import Record
 from async_rl.data.scores import mean_scores
+from async_rl.learner.shaping import RewardShaping
 from async_rl.types import Batch, Group, Trajectory
 
-
-def assemble(
-    records: list[Record], version: int, algorithm: AlgorithmConfig, max_staleness: int, seed: int
-) -> tuple[Batch, dict[str, object]]:
-    """The batch of `records` for the learner at `version`, and the metrics that need whole groups.
-
-    `seed` only matters with `shuffle_rewards`.
-    """
-    groups = [record.payload for record in records if record.payload is not None]
-    rows = [(group, trajectory) for group in groups for trajectory in group.trajectories]
-    group_ids_N = torch.tensor([group.group_id for group, _ in rows], dtype=torch.int64)
-    valid_N = torch.tensor([not filters.valid(t) for _, t in rows])
-    rewards_N = torch.tensor([t.reward for _, t in rows], dtype=torch.float64)
-    if algorithm.shuffle_rewards:
-        rewards_N = _shuffled(rewards_N, valid_N, np.random.default_rng([seed, version]))
-    advantages_N = ADVANTAGES[algorithm.advantage](rewards_N, group_ids_N, valid_N)
-    keep_N = comparable(rewards_N, group_ids_N, valid_N)
-    if algorithm.zero_variance == "mask":
-        keep_N &= ~_flat(rewards_N, group_ids_N, keep_N)
-    batch = _flatten(rows, version, advantages_N.numpy(), keep_N.numpy())
-    return batch, _metrics(groups, rows, valid_N.numpy(), batch, max_staleness)
+PASS_AT = (1, 2, 4, 8, 16, 32)
+NO_BOUND = 1 << 40  # versions; on_stale=train takes what comes
 
 
-def _shuffled(rewards_N: torch.Tensor, valid_N: torch.Tensor, rng: np.random.Generator) -> torch.Tensor:
+class Row(NamedTuple):
+    group: Group
+    trajectory: Trajectory
+    left_out: str  # why it is not trained on, "" if it is; "greedy" for the baseline of remax
+
+
+def assemble(records: list[Record], version: int, config: Config, shaping: RewardShaping) -> tuple[Batch, dict[str, object]]:
+    """The batch of `records` for the learner at `version`, and the metrics that need whole groups."""
+    a = config.algorithm
+    rows = [row for record in records if record.payload is not None for row in _rows(record.payload, version, config)]
+    valid_N = torch.tensor([not row.left_out for row in rows], dtype=torch.bool)
+    rewards_N = torch.tensor([row.trajectory.reward for row in rows], dtype=torch.float64)
+    if a.shuffle_rewards:
+        rewards_N = _shuffled(rewards_N, valid_N, np.random.default_rng([config.seed, version]))
+    lengths_N = torch.tensor([int(row.trajectory.mask.sum()) for row in rows], dtype=torch.int64)
+    shaped_N = shaping.shaped(rewards_N, valid_N, lengths_N)
+    advantages_N, keep_N = _compared(rows, shaped_N, valid_N, lengths_N, config)
+    batch = _flatten(rows, version, shaped_N.numpy(), advantages_N.numpy(), keep_N.numpy())
+    return batch, _metrics(rows, batch, shaped_N, keep_N.numpy(), config)
+
+
+def _rows(group: Group, version: int, config: Config) -> list[Row]:
+    """The siblings with what keeps them from being trained on."""
+    a = config.algorithm
+    trajectories, greedy = list(group.trajectories), a.advantage == "remax"
+    reasons = filters.group_reasons(
+        trajectories[:-1] if greedy else trajectories,
+        version=version,
+        max_staleness=NO_BOUND if config.on_stale == "train" else config.max_staleness,
+        drop_overlong=a.overlong == "mask",
+        drop_zero_variance=a.zero_variance == "mask",
+    )
+    return [Row(group, t, why) for t, why in zip(trajectories, [*reasons, *["greedy"] * greedy], strict=True)]
+
+
+def _compared(
+    rows: list[Row], rewards_N: Tensor, valid_N: Tensor, lengths_N: Tensor, config: Config
+) -> tuple[Tensor, Tensor]:
+    """(advantages against the siblings, float64 [N], 0 with a method that has none; bool [N], what is trained on)."""
+    a = config.algorithm
+    group_ids_N = torch.tensor([row.group.group_id for row in rows], dtype=torch.int64)
+    name = "grpo" if a.advantage == "hybrid" else a.advantage
+    if name not in ADVANTAGES:
+        return torch.zeros_like(rewards_N), valid_N & rewards_N.isfinite()
+    greedy_N = None
+    if name == "remax":
+        baselines = {row.group.group_id: row.trajectory.reward for row in rows if row.left_out == "greedy"}
+        greedy_N = torch.tensor([baselines[row.group.group_id] for row in rows], dtype=torch.float64)
+    options = {"ddof": a.advantage_options["ddof"]} if "ddof" in a.advantage_options else {}
+    args = (rewards_N, group_ids_N, valid_N)
+    advantages_N = ADVANTAGES[name](*args, lengths_N=lengths_N, greedy_N=greedy_N, **options)
+    return advantages_N, comparable(*args, greedy_N)
+
+
+def _shuffled(rewards_N: Tensor, valid_N: Tensor, rng: np.random.Generator) -> Tensor:
     """Valid rewards permuted over the whole batch; the others stay where they are."""
     index = np.flatnonzero(valid_N.numpy())
     out = rewards_N.clone()
@@ -47,52 +86,54 @@ def _shuffled(rewards_N: torch.Tensor, valid_N: torch.Tensor, rng: np.random.Gen
     return out
 
 
-def _flat(rewards_N: torch.Tensor, group_ids_N: torch.Tensor, keep_N: torch.Tensor) -> torch.Tensor:
-    """bool [N]: members of groups whose kept rewards are all equal."""
-    flat_N = torch.zeros_like(keep_N)
-    for group_id in group_ids_N.unique():
-        member_N = group_ids_N == group_id
-        flat_N |= member_N & filters.zero_variance(rewards_N[member_N & keep_N].numpy())
-    return flat_N
-
-
-def _flatten(rows: list[tuple[Group, Trajectory]], version: int, advantages_N: np.ndarray, keep_N: np.ndarray) -> Batch:
+def _flatten(rows: list[Row], version: int, rewards_N: np.ndarray, advantages_N: np.ndarray, keep_N: np.ndarray) -> Batch:
     # A trajectory without tokens has nothing to score: it is counted by the metrics and left out of the batch.
-    picked = [(g, t, a, k) for (g, t), a, k in zip(rows, advantages_N, keep_N, strict=True) if t.num_tokens > 0]
-    if not picked:
-        empty = np.zeros(0, np.int32)
-        none = np.zeros(0, np.float32)
-        return Batch(empty, empty, empty, none, none, np.zeros(0, bool), empty, np.zeros(0, np.int64))
+    at = [k for k, row in enumerate(rows) if row.trajectory.num_tokens > 0]
+    picked, keep = [rows[k] for k in at], keep_N[at]
+
+    def joined(parts: list[np.ndarray], dtype: type[np.generic]) -> np.ndarray:
+        return np.concatenate([np.zeros(0, dtype), *parts]).astype(dtype)
+
     return Batch(
-        ids=np.concatenate([part for g, t, _, _ in picked for part in (g.prompt_ids, t.token_ids)]).astype(np.int32),
-        prompt_lengths=np.array([len(g.prompt_ids) for g, _, _, _ in picked], np.int32),
-        response_lengths=np.array([t.num_tokens for _, t, _, _ in picked], np.int32),
-        logp_behav=np.concatenate([t.logprobs for _, t, _, _ in picked]).astype(np.float32),
-        advantages=np.concatenate([np.full(t.num_tokens, a) for _, t, a, _ in picked]).astype(np.float32),
-        mask=np.concatenate([t.mask & bool(k) for _, t, _, k in picked]),
-        lags=np.concatenate([version - t.versions for _, t, _, _ in picked]).astype(np.int32),
-        group_ids=np.array([g.group_id for g, _, _, _ in picked], np.int64),
+        ids=joined([part for row in picked for part in (row.group.prompt_ids, row.trajectory.token_ids)], np.int32),
+        prompt_lengths=np.array([len(row.group.prompt_ids) for row in picked], np.int32),
+        response_lengths=np.array([row.trajectory.num_tokens for row in picked], np.int32),
+        logp_behav=joined([row.trajectory.logprobs for row in picked], np.float32),
+        rewards=np.where(keep, rewards_N[at], 0.0),
+        advantages=np.where(keep, advantages_N[at], 0.0),
+        truncated=np.array([filters.overlong(row.trajectory) for row in picked], bool) & keep,
+        mask=joined([row.trajectory.mask & bool(k) for row, k in zip(picked, keep, strict=True)], np.bool_),
+        lags=joined([version - row.trajectory.versions for row in picked], np.int32),
+        group_ids=np.array([row.group.group_id for row in picked], np.int64),
     )
 
 
-def _metrics(
-    groups: list[Group], rows: list[tuple[Group, Trajectory]], valid_N: np.ndarray, batch: Batch, max_staleness: int
-) -> dict[str, object]:
-    good = [t for (_, t), ok in zip(rows, valid_N, strict=True) if ok]
+def _metrics(rows: list[Row], batch: Batch, shaped_N: Tensor, keep_N: np.ndarray, config: Config) -> dict[str, object]:
+    asked = [row for row in rows if row.left_out != "greedy"]
+    good = [row.trajectory for row in asked if not filters.valid(row.trajectory)]
     rewards = np.array([t.reward for t in good])
+    by_group: dict[int, list[float]] = {}
+    for row in asked:
+        by_group.setdefault(row.group.group_id, [])
+        if not filters.valid(row.trajectory):
+            by_group[row.group.group_id].append(row.trajectory.reward)
     sampled = np.ones(len(batch.lags), bool)
     out: dict[str, object] = {
         "reward/mean": float(rewards.mean()) if len(rewards) else float("nan"),
         "reward/std": float(rewards.std()) if len(rewards) else float("nan"),
-        "reward/num_invalid": len(rows) - len(good),
+        "reward/num_invalid": len(asked) - len(good),
         "lag/mean": float(batch.lags.mean()) if len(batch.lags) else 0.0,
         "lag/max": int(batch.lags.max(initial=0)),
-        "lag/hist": diagnostics.lag_histogram(batch.lags, sampled, max_staleness + 1),
-        "batch/num_samples": len(rows),
+        "lag/hist": diagnostics.lag_histogram(batch.lags, sampled, config.max_staleness + 1),
+        "batch/num_samples": len(asked),
         "batch/num_tokens": len(batch.lags),
         "staleness/versions_per_trajectory": float(np.mean([len(np.unique(t.versions)) for t in good])) if good else 0.0,
     }
+    if config.algorithm.normalizer != "none" or config.algorithm.overlong_buffer_tokens:
+        out["reward/shaped_mean"] = float(shaped_N[torch.from_numpy(keep_N)].mean()) if keep_N.any() else 0.0
+    out |= {f"left_out/{why}": n for why, n in filters.count_reasons(row.left_out for row in asked).items()}
     out |= mean_scores(good, "score/")
-    out |= diagnostics.groups([[t.reward for t in g.trajectories if not filters.valid(t)] for g in groups])
+    out |= diagnostics.groups(list(by_group.values()))
+    out |= diagnostics.passes(list(by_group.values()), PASS_AT)
     out |= diagnostics.lengths([int(t.mask.sum()) for t in good], [t.finish_reason for t in good], [t.reward for t in good])
     return out

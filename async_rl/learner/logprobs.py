@@ -19,7 +19,7 @@ def token_logprobs(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(logp_R, entropy_R), fp32, in nats, of `softmax(hidden @ weight.T / temperature)` (algorithms.md §0, §6.6).
 
-    logp_R carries gradients to hidden and weight; entropy_R carries none, it is a metric.
+    Both carry gradients to hidden and weight.
     """
     logp_R, entropy_R = _TokenLogprobs.apply(hidden_RH, weight_VH, targets_R, temperature, chunk_tokens)
     return logp_R, entropy_R
@@ -38,15 +38,16 @@ class _TokenLogprobs(torch.autograd.Function):
             logp_CV = logits_CV.sub_(lse_R[chunk].unsqueeze(1))
             logp_R[chunk] = logp_CV.gather(1, targets_R[chunk].unsqueeze(1)).squeeze(1)
             entropy_R[chunk] = -_expected(logp_CV)
-        ctx.save_for_backward(hidden_RH, weight_VH, targets_R, lse_R)
+        ctx.save_for_backward(hidden_RH, weight_VH, targets_R, lse_R, entropy_R)
         ctx.temperature, ctx.chunk_tokens = temperature, chunk_tokens
-        ctx.mark_non_differentiable(entropy_R)
+        ctx.set_materialize_grads(False)
         return logp_R, entropy_R
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_R: torch.Tensor, _):
-        hidden_RH, weight_VH, targets_R, lse_R = ctx.saved_tensors
+    def backward(ctx: Any, grad_R: torch.Tensor | None, grad_entropy_R: torch.Tensor | None):
+        hidden_RH, weight_VH, targets_R, lse_R, entropy_R = ctx.saved_tensors
+        grad_R = torch.zeros_like(lse_R) if grad_R is None else grad_R
         grad_hidden_RH = torch.zeros_like(hidden_RH)
         # Chunks are summed in fp32: in bf16 the hundredth chunk would be rounded away.
         grad_weight_VH = torch.zeros_like(weight_VH, dtype=torch.float32)
@@ -54,8 +55,14 @@ class _TokenLogprobs(torch.autograd.Function):
             chunk = slice(start, start + ctx.chunk_tokens)
             logits_CV = _logits(hidden_RH[chunk], weight_VH, ctx.temperature)
             scale_C1 = (grad_R[chunk] / ctx.temperature).unsqueeze(1)
-            grad_CV = logits_CV.sub_(lse_R[chunk].unsqueeze(1)).exp_().mul_(-scale_C1)
+            logp_CV = logits_CV.sub_(lse_R[chunk].unsqueeze(1))
+            bonus_CV = None
+            if grad_entropy_R is not None:
+                bonus_CV = _entropy_slope(logp_CV, entropy_R[chunk]).mul_((grad_entropy_R[chunk] / ctx.temperature).unsqueeze(1))
+            grad_CV = logp_CV.exp_().mul_(-scale_C1)
             grad_CV.scatter_add_(1, targets_R[chunk].unsqueeze(1), scale_C1)
+            if bonus_CV is not None:
+                grad_CV += bonus_CV
             grad_CV = grad_CV.to(weight_VH.dtype)
             grad_hidden_RH[chunk] = grad_CV @ weight_VH
             if weight_VH.dtype == torch.float32:
@@ -73,6 +80,11 @@ def _logits(hidden_CH: torch.Tensor, weight_VH: torch.Tensor, temperature: float
 def _logsumexp(logits_CV: torch.Tensor) -> torch.Tensor:
     top_C1 = logits_CV.amax(1, keepdim=True)
     return (logits_CV - top_C1).exp_().sum(1).log_().add_(top_C1.squeeze(1))
+
+
+def _entropy_slope(logp_CV: torch.Tensor, entropy_C: torch.Tensor) -> torch.Tensor:
+    """dH/dz = -p (log p + H), z the scaled logits."""
+    return -(logp_CV.exp() * (logp_CV.clamp(min=-1e30) + entropy_C.unsqueeze(1)))
 
 
 def _expected(logp_CV: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,36 @@
+"""Rewards as they are learnt from: less for overlong answers, on a running scale where one is configured.
+
+Owns the running moments; rank 0 alone has them. Imports torch and algorithms. Invariant: an answer without a reward stays
+without one and enters no moment; the state is plain floats, for the checkpoint.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from async_rl.algorithms.normalizers import NORMALIZERS, normalize
+from async_rl.algorithms.token_rewards import overlong_penalty
+from async_rl.algorithms.whitening import moments
+from async_rl.config import AlgorithmConfig
+
+
+class RewardShaping:
+    """`max_tokens`: the longest answer allowed."""
+
+    def __init__(self, algorithm: AlgorithmConfig, max_tokens: int) -> None:
+        self.algorithm = algorithm
+        self.max_tokens = max_tokens
+        self.state: dict[str, float] = {}
+
+    def shaped(self, rewards_N: Tensor, valid_N: Tensor, num_tokens_N: Tensor) -> Tensor:
+        """float64 [N]; the running moments first take these rewards in. What is not valid comes back as it was."""
+        a, given_N = self.algorithm, rewards_N
+        if a.overlong_buffer_tokens:
+            rewards_N = rewards_N + overlong_penalty(num_tokens_N, self.max_tokens, a.overlong_buffer_tokens)
+        if a.normalizer != "none":
+            options = dict(a.normalizer_options)
+            normalizer = NORMALIZERS[a.normalizer]
+            self.state = normalizer.update(self.state, moments(rewards_N, valid_N), options.pop("momentum"))
+            rewards_N = normalize(rewards_N, valid_N, normalizer.statistics(self.state), **options)
+        return torch.where(valid_N, rewards_N, given_N)
