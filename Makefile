@@ -24,8 +24,8 @@ test: check  ## checks, then unit and process tests
 test-all: check  ## the slow ones too
 	$(BIN)/pytest $(ARGS)
 
-docs: setup  ## docs/config.md from the docstrings of config/schema.py
-	$(BIN)/python docs/config_reference.py
+docs: setup  ## config.md, algorithms.md and the README's table of algorithms, from async_rl/config
+	$(BIN)/python docs/reference.py
 
 wheel: setup
 	$(BIN)/python -m build --wheel --outdir dist
