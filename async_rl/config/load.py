@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 from pathlib import Path
 from typing import Any
 
@@ -63,7 +64,7 @@ def _merged(file: Any, given: DictConfig) -> Any:
 
 
 def _preset_of(layer: DictConfig) -> str | None:
-    """The preset that a layer names, in either spelling; the short one is written out in place."""
+    """The preset that a layer names, in either spelling; a file's short one is written out in place."""
     name = layer.get("algorithm")
     if isinstance(name, str):
         layer.algorithm = {"preset": name}
@@ -97,6 +98,8 @@ def _parse_overrides(overrides: list[str] | tuple[str, ...]) -> DictConfig:
     for item in overrides:
         if "=" not in item:
             raise ConfigError(f"override '{item}' has no '=': write key=value, for example num_steps=10")
+        if re.fullmatch(r"algorithm=\w+", item):
+            item = item.replace("=", ".preset=")
         try:
             given.merge_with_dotlist([item])
         except Exception as e:  # yaml's and OmegaConf's errors share no base, and some dotlists end in an IndexError

@@ -1,0 +1,160 @@
+"""Presets, options of methods, and what cannot be right together: refused before anything loads, with the reason."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from async_rl.algorithms import advantages, aggregation, corrections, kl, losses, masks, normalizers
+from async_rl.config import Config, ConfigError, load_config, methods, parse_config, preset, preset_names
+from async_rl.config.algorithm import AlgorithmConfig, KLConfig
+from async_rl.config.load import METHOD_KEYS
+
+ROOT = Path(__file__).parent.parent
+QUICKSTART = ROOT / "configs" / "quickstart.yaml"
+SMALL = {"num_steps": 8, "groups_per_step": 4, "group_size": 4, "model": {"path": "somewhere"}}
+BY_TOKEN = {"gae", "vtrace", "hybrid", "reinforce_pp"}  # they are made by the learner's estimator, of several functions
+
+
+def choices(section, key: str) -> set[str]:
+    """The names a field may have."""
+
+    def names(annotation):
+        for x in getattr(annotation, "__args__", ()):
+            yield from [x] if isinstance(x, str) else names(x)
+
+    return set(names(section.model_fields[key].annotation))
+
+
+@pytest.mark.parametrize(
+    ("section", "key", "registry", "options"),
+    [
+        (AlgorithmConfig, "advantage", advantages.ADVANTAGES.keys() | BY_TOKEN, methods.ADVANTAGES),
+        (AlgorithmConfig, "loss", losses.LOSSES, methods.LOSSES),
+        (AlgorithmConfig, "correction", corrections.CORRECTIONS, methods.CORRECTIONS),
+        (AlgorithmConfig, "normalizer", normalizers.NORMALIZERS.keys() | {"none"}, methods.NORMALIZERS),
+        (AlgorithmConfig, "aggregation", aggregation.AGGREGATIONS, None),
+        (KLConfig, "into", kl.KL_LOSSES.keys() | {"reward"}, None),
+    ],
+)
+def test_what_may_be_chosen_is_what_the_registry_holds(section, key, registry, options):
+    assert choices(section, key) == set(registry)
+    assert options is None or options.keys() == set(registry)
+
+
+def test_every_mask_of_the_registry_has_options():
+    assert methods.MASKS.keys() == masks.MASKS.keys()
+
+
+@pytest.mark.parametrize("name", preset_names())
+def test_every_preset_is_a_configuration_of_the_quickstart(name):
+    extra = ["max_staleness=0"] if name == "on_policy_ppo" else []
+    config = load_config(QUICKSTART, [f"algorithm={name}", *extra])
+    assert config.algorithm.preset == name
+    for key, value in preset(name)["algorithm"].items():
+        got = getattr(config.algorithm, key)
+        if key == "masks":
+            assert got.keys() == value.keys()
+        else:
+            assert got.items() >= value.items() if isinstance(value, dict) else got == value
+    assert parse_config(config.model_dump(mode="json")) == config, "what a run writes down is what it reads back"
+
+
+def test_a_preset_of_the_command_line_replaces_that_of_the_file_and_keys_beside_it_win(tmp_path):
+    file = tmp_path / "own.yaml"
+    head = "num_steps: 8\ngroups_per_step: 4\ngroup_size: 4\nmodel: {path: x}\n"
+    file.write_text(head + "algorithm: {preset: ppo, advantage_options: {lam_policy: 0.5}, entropy_coef: 0.01}\n")
+    assert load_config(file).algorithm.advantage_options["lam_policy"] == 0.5
+    other = load_config(file, ["algorithm=gspo", "algorithm.loss_options.eps_high=0.1"]).algorithm
+    assert (other.advantage, other.loss, other.entropy_coef) == ("grpo", "gspo", 0.01)
+    assert (other.loss_options["eps_low"], other.loss_options["eps_high"]) == (3e-4, 0.1)
+    file.write_text(head + "algorithm: ppo\n")
+    assert load_config(file).algorithm.advantage == "gae"
+
+
+def test_the_keys_of_methods_are_keys():
+    assert AlgorithmConfig.model_fields.keys() >= METHOD_KEYS
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"group_size": 1}, ["group_size is 1", "compares siblings"]),
+        ({"algorithm": {"loss": "bypass_ppo"}}, ["algorithm.correction", "twice"]),
+        ({"algorithm": {"loss": "aipo"}}, ["algorithm.correction", "twice"]),
+        ({"algorithm": {"loss": "ppo"}}, ["algorithm.correction", "takes no weight"]),
+        ({"algorithm": {"loss": "ppo", "correction": "none"}}, ["max_staleness is 2", "i_know=true"]),
+        ({"algorithm": {"correction": "none"}}, ["max_staleness is 2", "i_know=true"]),
+        ({"algorithm": {"advantage": "vtrace", "advantage_options": {"weighted": True}}}, ["weighted", "twice"]),
+        ({"algorithm": {"advantage": "vtrace", "advantage_options": {"c_bar": 2.0}}}, ["c_bar", "rho_bar"]),
+        ({"algorithm": {"loss_options": {"dual_clip": 1.0}}}, ["loss_options.dual_clip is 1.0", "greater than 1"]),
+        ({"algorithm": {"loss_options": {"tau": 1.0}}}, ["loss_options holds 'tau'", "eps_low, eps_high, dual_clip"]),
+        ({"algorithm": {"masks": {"ice": {}}}}, ["algorithm.masks names 'ice'", "icepop"]),
+        ({"algorithm": {"masks": {"icepop": {"hi": 1}}}}, ["algorithm.masks.icepop holds 'hi'", "low, high"]),
+        ({"algorithm": {"advantage_options": 3}}, ["advantage_options is 3"]),
+        ({"rollout": {"top_p": 0.9}}, ["rollout.top_p", "not offered"]),
+        ({"rollout": {"min_p": 0.1}}, ["rollout.min_p", "not offered"]),
+        ({"rollout": {"repetition_penalty": 1.1}}, ["rollout.repetition_penalty", "not offered"]),
+        ({"algorithm": {"loss": "topr", "correction": "none", "advantage": "gae"}}, ["algorithm.loss=topr", "dr_grpo"]),
+        ({"algorithm": {"normalizer": "ema"}}, ["algorithm.normalizer", "undoes"]),
+        ({"algorithm": {"advantage": "gae", "zero_variance": "refill"}}, ["algorithm.zero_variance", "signal"]),
+        ({"algorithm": {"advantage": "gae", "critic": {"warmup_steps": 8}}}, ["critic.warmup_steps is 8", "num_steps=8"]),
+        ({"algorithm": {"advantage": "hybrid", "advantage_options": {"grpo_end": 0.8}}}, ["grpo_end", "ppo_start"]),
+        ({"algorithm": {"advantage": "hybrid", "advantage_options": {"critic_start": 0.5}}}, ["critic_start", "grpo_end"]),
+        ({"algorithm": {"kl": {"into": "reward", "beta": 0.1}}}, ["algorithm.kl.into", "one reward per answer"]),
+        ({"algorithm": {"kl": {"target": 1.0}}}, ["algorithm.kl.target", "beta is 0"]),
+        ({"algorithm": {"kl": {"gate": 10, "gate_action": "double_beta"}}}, ["gate_action is double_beta", "beta is 0"]),
+        (
+            {"algorithm": {"kl": {"gate": 1, "gate_action": "roll_back"}}, "checkpoint": {"every": 0}},
+            ["roll_back", "checkpoint.every"],
+        ),
+        ({"algorithm": {"proximal": "loglinear"}}, ["algorithm.proximal", "for nothing"]),
+        (
+            {"algorithm": {"proximal": "loglinear", "num_minibatches": 2, "correction_normalize": True}},
+            ["algorithm.proximal", "recompute"],
+        ),
+        ({"algorithm": {"correction": "none", "correction_normalize": True}, "max_staleness": 0}, ["correction_normalize"]),
+        ({"algorithm": {"overlong_buffer_tokens": 999}}, ["overlong_buffer_tokens is 999", "max_new_tokens"]),
+        ({"group_size_end": 6}, ["group_size_end is 6", "power of two"]),
+        ({"group_size_end": 32}, ["group_size_end is 32", "16 answers"]),
+        ({"adaptive_group_sizes": [5, 8]}, ["adaptive_group_sizes", "group_size=4"]),
+        ({"adaptive_group_sizes": [2, 8], "group_size_end": 8}, ["adaptive_group_sizes", "group_size_end"]),
+    ],
+)
+def test_methods_that_cannot_be_right_are_one_sentence(changes, words):
+    with pytest.raises(ConfigError) as caught:
+        parse_config({**SMALL, **changes})
+    sentence = str(caught.value)
+    assert all(word in sentence for word in words), sentence
+    assert "\n" not in sentence and len(sentence) < 400
+
+
+def test_an_unknown_preset_names_the_near_one_and_all():
+    with pytest.raises(ConfigError, match="did you mean 'grpo'"):
+        load_config(QUICKSTART, ["algorithm=grppo"])
+
+
+def test_stale_tokens_without_a_correction_are_let_through_for_those_who_say_so():
+    changes = {"algorithm": {"correction": "none"}, "i_know": True}
+    assert parse_config({**SMALL, **changes}).i_know
+
+
+@pytest.mark.parametrize(
+    ("changes", "largest", "most"), [({}, 4, 4), ({"group_size_end": 2}, 4, 8), ({"group_size_end": 8}, 8, 4)]
+)
+def test_the_largest_group_and_the_most_groups_follow_the_schedule(changes, largest, most):
+    config = parse_config({**SMALL, **changes})
+    assert (config.largest_group, config.most_groups) == (largest, most)
+
+
+def test_remax_asks_for_one_answer_more():
+    assert parse_config({**SMALL, "algorithm": {"advantage": "remax"}}).largest_group == 5
+
+
+def test_a_critic_is_only_where_a_method_has_use_for_it():
+    def has_critic(algorithm) -> bool:
+        return Config.model_validate({**SMALL, "algorithm": algorithm}).algorithm.has_critic
+
+    assert not has_critic({})
+    assert has_critic({"advantage": "gae"}) and has_critic({"advantage": "vtrace"}) and has_critic({"advantage": "hybrid"})
