@@ -32,7 +32,8 @@ def _advantages(c: Config) -> Rules:
         ),
         (
             a.advantage == "vtrace" and vtrace["weighted"] and a.loss != "ppo",
-            f"algorithm.advantage_options.weighted is true, but algorithm.loss={a.loss} weighs tokens itself, and the importance "
+            f"algorithm.advantage_options.weighted is true, but algorithm.loss={a.loss} weighs tokens itself, and the "
+            "importance "
             "ratio would count twice: set it to false, or use loss=ppo",
         ),
         (
@@ -46,16 +47,19 @@ def _advantages(c: Config) -> Rules:
         ),
         (
             hybrid and a.advantage_options["critic_start"] > a.advantage_options["grpo_end"],
-            f"algorithm.advantage_options.critic_start is {a.advantage_options.get('critic_start')}, but the critic is used from "
+            f"algorithm.advantage_options.critic_start is {a.advantage_options.get('critic_start')}, but the critic is used "
+            "from "
             f"grpo_end={a.advantage_options.get('grpo_end')} on: start it earlier",
         ),
         (
             a.loss in OF_ANSWERS and (a.advantage in BY_TOKEN or hybrid),
-            f"algorithm.loss={a.loss} has one advantage per answer, but advantage={a.advantage} gives one per token: use dr_grpo",
+            f"algorithm.loss={a.loss} has one advantage per answer, but advantage={a.advantage} gives one per token: use "
+            "dr_grpo",
         ),
         (
             a.normalizer != "none" and a.advantage in SCALE_FREE,
-            f"algorithm.normalizer is {a.normalizer}, but advantage={a.advantage} divides by a std of its own, which undoes it: "
+            f"algorithm.normalizer is {a.normalizer}, but advantage={a.advantage} divides by a std of its own, which undoes "
+            "it: "
             "leave it out",
         ),
         (
@@ -83,7 +87,6 @@ def _advantages(c: Config) -> Rules:
 def _staleness(c: Config) -> Rules:
     a = c.algorithm
     corrected = a.correction != "none" or a.loss in OWN_RATIO or (a.advantage == "vtrace" and a.advantage_options["weighted"])
-    unused = a.loss in OWN_RATIO | {"ppo"}
     once = a.proximal == "loglinear"
     whole = [name for name in a.masks if name in WHOLE_BATCH_MASKS]
     return [
@@ -98,7 +101,8 @@ def _staleness(c: Config) -> Rules:
         ),
         (
             c.max_staleness > 0 and not corrected and not c.i_know,
-            f"max_staleness is {c.max_staleness} with algorithm.correction={a.correction} and loss={a.loss}: stale tokens need a "
+            f"max_staleness is {c.max_staleness} with algorithm.correction={a.correction} and loss={a.loss}: stale tokens "
+            "need a "
             "correction, use token_truncate with decoupled_ppo or max_staleness=0, or say i_know=true for an ablation",
         ),
         (
@@ -107,7 +111,8 @@ def _staleness(c: Config) -> Rules:
         ),
         (
             once and a.num_minibatches * a.num_epochs == 1,
-            "algorithm.proximal is loglinear, but one optimizer step per batch has its proximal log-probs for nothing: leave it "
+            "algorithm.proximal is loglinear, but one optimizer step per batch has its proximal log-probs for nothing: "
+            "leave it "
             "out, or raise num_minibatches or num_epochs",
         ),
         (
@@ -127,7 +132,8 @@ def _reference(c: Config) -> Rules:
     return [
         (
             _kl_in_reward(c) and a.advantage not in BY_TOKEN,
-            f"algorithm.kl.into is reward, but advantage={a.advantage} has one reward per answer: use detached_k2, or an advantage "
+            f"algorithm.kl.into is reward, but advantage={a.advantage} has one reward per answer: use detached_k2, or an "
+            "advantage "
             f"of {', '.join(sorted(BY_TOKEN))}",
         ),
         (
@@ -153,11 +159,13 @@ def _group_sizes(c: Config) -> Rules:
     return [
         (
             not doubled,
-            f"group_size_end is {end}, but group_size={start} gets there by doubling or halving: use {start} times a power of two",
+            f"group_size_end is {end}, but group_size={start} gets there by doubling or halving: use {start} times a power "
+            "of two",
         ),
         (
             (c.groups_per_step * start) % large != 0,
-            f"group_size_end is {end}, but the {c.groups_per_step * start} answers of a step cannot be dealt to groups of {large}: "
+            f"group_size_end is {end}, but the {c.groups_per_step * start} answers of a step cannot be dealt to groups of "
+            f"{large}: "
             "change groups_per_step",
         ),
         (

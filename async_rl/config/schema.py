@@ -14,6 +14,7 @@ from pydantic import BaseModel, Field
 from async_rl.config.algorithm import AlgorithmConfig
 from async_rl.config.section import Few, Seconds, Section
 
+
 class ModelConfig(Section):
     path: str
     """A Hugging Face folder, or a hub name."""

@@ -59,9 +59,7 @@ def _rows(group: Group, version: int, config: Config) -> list[Row]:
     return [Row(group, t, why) for t, why in zip(trajectories, [*reasons, *["greedy"] * greedy], strict=True)]
 
 
-def _compared(
-    rows: list[Row], rewards_N: Tensor, valid_N: Tensor, lengths_N: Tensor, config: Config
-) -> tuple[Tensor, Tensor]:
+def _compared(rows: list[Row], rewards_N: Tensor, valid_N: Tensor, lengths_N: Tensor, config: Config) -> tuple[Tensor, Tensor]:
     """(advantages against the siblings, float64 [N], 0 with a method that has none; bool [N], what is trained on)."""
     a = config.algorithm
     group_ids_N = torch.tensor([row.group.group_id for row in rows], dtype=torch.int64)

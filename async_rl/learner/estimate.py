@@ -154,9 +154,7 @@ class Estimator:
         logps = (found.logp_prox_R, found.logp_ref_R)
         return token_rewards_with_kl(t.rewards_N, *logps, t.mask_R, t.sequence_R, beta=kl_beta)
 
-    def _with_critic(
-        self, t: BatchTensors, found: Estimates, rewards_R: Tensor, ends_N: Tensor
-    ) -> tuple[Tensor, Tensor]:
+    def _with_critic(self, t: BatchTensors, found: Estimates, rewards_R: Tensor, ends_N: Tensor) -> tuple[Tensor, Tensor]:
         """(advantages, targets of the critic)."""
         o = self.config.algorithm.advantage_options
         assert found.values_R is not None

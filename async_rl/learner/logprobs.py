@@ -58,7 +58,8 @@ class _TokenLogprobs(torch.autograd.Function):
             logp_CV = logits_CV.sub_(lse_R[chunk].unsqueeze(1))
             bonus_CV = None
             if grad_entropy_R is not None:
-                bonus_CV = _entropy_slope(logp_CV, entropy_R[chunk]).mul_((grad_entropy_R[chunk] / ctx.temperature).unsqueeze(1))
+                bonus_C1 = (grad_entropy_R[chunk] / ctx.temperature).unsqueeze(1)
+                bonus_CV = _entropy_slope(logp_CV, entropy_R[chunk]).mul_(bonus_C1)
             grad_CV = logp_CV.exp_().mul_(-scale_C1)
             grad_CV.scatter_add_(1, targets_R[chunk].unsqueeze(1), scale_C1)
             if bonus_CV is not None:

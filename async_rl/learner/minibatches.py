@@ -93,9 +93,7 @@ def deal(config: Config, batch: Batch, num_tokens_N: Tensor, version: int, rank:
     return parts
 
 
-def _mini_batch(
-    config: Config, batch: Batch, tokens_N: Tensor, group_ids: np.ndarray, rank: int, num_ranks: int
-) -> MiniBatch:
+def _mini_batch(config: Config, batch: Batch, tokens_N: Tensor, group_ids: np.ndarray, rank: int, num_ranks: int) -> MiniBatch:
     indices = np.flatnonzero(np.isin(batch.group_ids, group_ids))
     ids_N = torch.from_numpy(batch.group_ids[indices])
     n = denominator(aggregation_of(config.algorithm), tokens_N[indices], group_ids_N=ids_N)

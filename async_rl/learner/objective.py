@@ -106,7 +106,7 @@ class Objective:
     def _figures(self, scored: Scored, step: Step, terms: Terms, token_loss: TokenLoss, tally: Tally) -> None:
         t, found, slots_T, all_T = step.tensors, step.estimates, scored.slots_T, terms.mask_R
         prox_T, behav_T, weight_T = terms.logp_prox_R, terms.logp_behav_R, terms.weight_R
-        # A token of lag 0 in an answer that an older version began was sampled on that version's KV cache: no engine's rounding.
+        # A token of lag 0 in an answer that an older version began was sampled on that version's KV cache: not fresh.
         fresh_T = t.fresh_R[slots_T]
         lags_T = torch.where(fresh_T, 0, t.lags_R[slots_T].clamp(min=1))
         tally.collect(diagnostics.mismatch(prox_T, behav_T, all_T))

@@ -66,9 +66,7 @@ class PolicyUpdate:
         self.estimator = Estimator(config, policy, reference, group)
         self.objective = Objective(config, self.num_ranks)
 
-    def run(
-        self, batch: Batch, version: int, steering: Steering, boundary: Callback, before_update: Callback
-    ) -> StepReport:
+    def run(self, batch: Batch, version: int, steering: Steering, boundary: Callback, before_update: Callback) -> StepReport:
         """Train on the batch; collective, with equal arguments on every rank.
 
         `version` counts the updates before this one, and with it the schedules. `boundary` is called before each
