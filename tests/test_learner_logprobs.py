@@ -31,14 +31,18 @@ def inputs(num_tokens=37, hidden=16, vocab=53, dtype=torch.float32):
 def test_chunked_values_and_gradients_equal_the_naive_ones(chunk_tokens, temperature):
     hidden, weight, targets, upstream = inputs()
     expected_logp, expected_entropy = naive(hidden, weight, targets, temperature)
-    expected = torch.autograd.grad((expected_logp * upstream).sum(), (hidden, weight))
     logp, entropy = token_logprobs(hidden, weight, targets, temperature, chunk_tokens)
-    got = torch.autograd.grad((logp * upstream).sum(), (hidden, weight))
     torch.testing.assert_close(logp, expected_logp, atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(entropy, expected_entropy, atol=1e-5, rtol=1e-5)
-    for g, e in zip(got, expected, strict=True):
-        torch.testing.assert_close(g, e, atol=1e-5, rtol=1e-5)
-    assert not entropy.requires_grad
+
+    def of(logp, entropy):
+        """Of the log-probs alone, of the entropy alone, of both at once."""
+        scalars = [(logp * upstream).sum(), (entropy * upstream.flip(0)).sum()]
+        return [torch.autograd.grad(s, (hidden, weight), retain_graph=True) for s in (*scalars, scalars[0] - 0.3 * scalars[1])]
+
+    for got, expected in zip(of(logp, entropy), of(expected_logp, expected_entropy), strict=True):
+        for g, e in zip(got, expected, strict=True):
+            torch.testing.assert_close(g, e, atol=1e-5, rtol=1e-5)
 
 
 def test_the_log_softmax_of_bf16_logits_is_taken_in_fp32():
@@ -68,6 +72,10 @@ def test_no_token_gives_zero_gradients_not_none():
 
 
 def test_impossible_vocabulary_entries_leave_the_entropy_finite():
+    hidden, weight = torch.ones(1, 1, requires_grad=True), torch.tensor([[1.0], [0.0], [-1e30]])
+    _, entropy = token_logprobs(hidden, weight, torch.tensor([0]), 1.0, 8)
+    entropy.sum().backward()
+    assert hidden.grad is not None and hidden.grad.isfinite().all()
     weight = torch.tensor([[1.0], [0.0], [-torch.inf]])
     logp, entropy = token_logprobs(torch.ones(1, 1), weight, torch.tensor([0]), 1.0, 8)
     assert logp.item() == pytest.approx(-0.31326, abs=1e-4)
