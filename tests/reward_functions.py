@@ -71,3 +71,8 @@ def starts_a_program(prompt: str, answer: str, **_: Any) -> float:
     if then == "die":
         os.kill(os.getpid(), signal.SIGKILL)
     return 1.0
+
+
+def parity(prompt: str, answer: str, **_: Any) -> float:
+    """1 for about half of all answers, whatever they say."""
+    return float(hashlib.sha256((prompt + answer).encode()).digest()[0] % 2)

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from typing import Any
 
 import numpy as np
 import pytest
 
-from async_rl.config import AlgorithmConfig
+from async_rl.config import parse_config
 from async_rl.data.record import Record
 from async_rl.learner.assemble import assemble
 from async_rl.learner.results import summarize
+from async_rl.learner.shaping import RewardShaping
 from async_rl.types import Attempt, Group, Trajectory
 
 from .ledger_samples import make_prompt, make_trajectory
@@ -23,13 +25,19 @@ def _record(group_id: int, trajectories: list[Trajectory]) -> Record:
     return Record(group_id, prompt, attempt, attempt, born=0, payload=group)
 
 
+def _assembled(records: list[Record], version: int, algorithm: dict[str, Any] | None = None, **top: Any):
+    tree = {"num_steps": 20, "groups_per_step": 4, "group_size": 4, "model": {"path": "x"}, "algorithm": algorithm or {}}
+    config = parse_config(tree | top)
+    return assemble(records, version, config, RewardShaping(config.algorithm, config.rollout.max_new_tokens))
+
+
 def _answers(rewards: list[float], num_tokens: int = 3) -> list[Trajectory]:
     return [dataclasses.replace(make_trajectory([0] * num_tokens), reward=reward) for reward in rewards]
 
 
 def test_lag_is_counted_per_token_at_consumption() -> None:
     answers = [dataclasses.replace(make_trajectory([3, 3, 4, 5]), reward=r) for r in (0.0, 1.0)]
-    batch, metrics = assemble([_record(0, answers)], 5, AlgorithmConfig(), 2, 0)
+    batch, metrics = _assembled([_record(0, answers)], 5)
     assert batch.lags.tolist() == [2, 2, 1, 0] * 2
     assert metrics["lag/max"] == 2
     assert metrics["lag/hist"] == [2, 2, 4, 0]
@@ -40,44 +48,91 @@ def test_an_unscorable_answer_is_masked_and_does_not_move_its_siblings() -> None
     good = _answers([1.0, 0.0, 0.0])
     for junk in (math.nan, 100.0):
         bad = dataclasses.replace(make_trajectory([0, 0]), reward=junk, error="the reward raised")
-        batch, metrics = assemble([_record(0, [*good, bad])], 0, AlgorithmConfig(), 2, 0)
+        batch, metrics = _assembled([_record(0, [*good, bad])], 0)
         assert batch.mask.tolist() == [True] * 9 + [False] * 2
-        assert np.allclose(batch.advantages[[0, 3, 6]], [1.1547, -0.57735, -0.57735], atol=1e-4)
+        assert np.allclose(batch.advantages[:3], [1.1547, -0.57735, -0.57735], atol=1e-4)
         assert metrics["reward/num_invalid"] == 1
 
 
 @pytest.mark.parametrize(("choice", "trained"), [("keep", 12), ("mask", 6)])
 def test_groups_without_variance_are_kept_with_advantage_zero_or_masked(choice: str, trained: int) -> None:
     records = [_record(0, _answers([1.0, 1.0])), _record(1, _answers([0.0, 1.0]))]
-    algorithm = AlgorithmConfig.model_validate({"zero_variance": choice})
-    batch, metrics = assemble(records, 0, algorithm, 2, 0)
+    batch, metrics = _assembled(records, 0, {"zero_variance": choice})
     assert int(batch.mask.sum()) == trained
-    assert not batch.advantages[:6].any()
+    assert not batch.advantages[:2].any() and batch.advantages[2:].all()
+    assert metrics.get("left_out/zero_variance", 0) == (2 if choice == "mask" else 0)
     assert metrics["group/zero_var_frac"] == 0.5
+
+
+def test_an_answer_that_was_cut_is_marked_or_left_out_and_its_siblings_compared_without_it() -> None:
+    cut = dataclasses.replace(make_trajectory([0, 0]), reward=9.0, finish_reason="length")
+    batch, metrics = _assembled([_record(0, [*_answers([1.0, 0.0]), cut])], 0)
+    assert batch.truncated.tolist() == [False, False, True]
+    assert int(batch.mask.sum()) == 8
+    batch, metrics = _assembled([_record(0, [*_answers([1.0, 0.0]), cut])], 0, {"overlong": "mask", "advantage": "dr_grpo"})
+    assert batch.mask.tolist() == [True] * 6 + [False] * 2
+    assert batch.advantages.tolist() == [0.5, -0.5, 0.0]
+    assert metrics["left_out/overlong"] == 1
+
+
+def test_the_greedy_answer_is_the_baseline_and_neither_trained_on_nor_counted() -> None:
+    records = [_record(0, _answers([1.0, 0.0, 1.0])), _record(1, _answers([0.0, 1.0, 0.0]))]
+    batch, metrics = _assembled(records, 0, {"advantage": "remax"})
+    assert batch.advantages.tolist() == [0.0, -1.0, 0.0, 0.0, 1.0, 0.0]
+    assert batch.mask.reshape(6, 3).all(1).tolist() == [True, True, False, True, True, False]
+    assert (metrics["reward/mean"], metrics["batch/num_samples"]) == (0.5, 4)
+
+
+def test_without_siblings_rewards_are_what_is_learnt_from() -> None:
+    junk = dataclasses.replace(make_trajectory([0]), reward=math.nan)
+    batch, _ = _assembled([_record(0, [*_answers([2.0]), junk])], 0, {"advantage": "reinforce_pp"}, group_size=1)
+    assert batch.rewards.tolist() == [2.0, 0.0]
+    assert batch.mask.tolist() == [True] * 3 + [False]
+
+
+def test_rewards_are_scaled_by_what_the_run_has_seen_and_logged_as_they_came() -> None:
+    tree = {"num_steps": 20, "groups_per_step": 4, "group_size": 4, "model": {"path": "x"}}
+    algorithm = {"advantage": "gae", "normalizer": "debiased_ema", "normalizer_options": {"momentum": 0.5, "min_std": 1e-3}}
+    config = parse_config(tree | {"algorithm": algorithm})
+    shaping = RewardShaping(config.algorithm, 256)
+    batch, metrics = assemble([_record(0, _answers([0.0, 10.0]))], 0, config, shaping)
+    assert np.allclose(batch.rewards, [0.0, 2.0]), "the std of 0 and 10 is 5"
+    assert (metrics["reward/mean"], metrics["reward/shaped_mean"]) == (5.0, pytest.approx(1.0))
+    other = RewardShaping(config.algorithm, 256)
+    other.state = dict(shaping.state)
+    for shaper in (shaping, other):
+        batch, _ = assemble([_record(0, _answers([0.0, 1.0]))], 1, config, shaper)
+    assert shaping.state == other.state and 0 < batch.rewards[1] < 1
+
+
+def test_an_answer_near_the_limit_loses_up_to_one() -> None:
+    records = [_record(0, [*_answers([1.0], num_tokens=6), *_answers([1.0], num_tokens=8)])]
+    algorithm = {"advantage": "dr_grpo", "overlong_buffer_tokens": 4}
+    batch, _ = _assembled(records, 0, algorithm, rollout={"max_new_tokens": 8})
+    assert batch.rewards.tolist() == [0.5, 0.0]
 
 
 def test_shuffled_rewards_are_the_same_rewards_elsewhere_and_reported_unshuffled() -> None:
     records = [_record(i, _answers([float(i % 2)] * 4)) for i in range(8)]
-    algorithm = AlgorithmConfig(shuffle_rewards=True)
-    batch, metrics = assemble(records, 3, algorithm, 2, 0)
+    batch, metrics = _assembled(records, 2, {"shuffle_rewards": True})
     assert batch.advantages.any(), "groups of equal rewards now differ within"
     assert metrics["reward/mean"] == 0.5
-    again, _ = assemble(records, 3, algorithm, 2, 0)
+    again, _ = _assembled(records, 2, {"shuffle_rewards": True})
     assert (again.advantages == batch.advantages).all()
 
 
 def test_answers_without_tokens_and_empty_batches_do_not_crash() -> None:
     empty = [dataclasses.replace(make_trajectory([]), reward=1.0) for _ in range(2)]
-    batch, _ = assemble([_record(0, empty)], 0, AlgorithmConfig(), 2, 0)
+    batch, _ = _assembled([_record(0, empty)], 0)
     assert batch.num_trajectories == 0
-    mixed, _ = assemble([_record(0, [*empty[:1], *_answers([0.0, 1.0])])], 0, AlgorithmConfig(), 2, 0)
+    mixed, _ = _assembled([_record(0, [*empty[:1], *_answers([0.0, 1.0])])], 0)
     assert mixed.num_trajectories == 2
 
 
 def test_scores_are_means_over_the_valid_answers_that_have_them() -> None:
     given = ({"length": 4.0}, {"length": 2.0, "format": 1.0}, {"length": 100.0})
     answers = [dataclasses.replace(t, scores=s) for t, s in zip(_answers([1.0, 0.0, math.nan]), given, strict=True)]
-    _, metrics = assemble([_record(0, answers)], 0, AlgorithmConfig(), 2, 0)
+    _, metrics = _assembled([_record(0, answers)], 0)
     assert {k: v for k, v in metrics.items() if k.startswith("score/")} == {"score/format": 1.0, "score/length": 3.0}
 
 
