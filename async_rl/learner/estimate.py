@@ -53,14 +53,6 @@ def hybrid_of(config: Config, version: int) -> Hybrid:
     return hybrid_at(version, config.num_steps, **fractions, **clips)
 
 
-def wants_critic(config: Config, version: int) -> bool:
-    """Whether the step that leaves `version` trains a critic."""
-    a = config.algorithm
-    if a.advantage != "hybrid":
-        return a.has_critic
-    return a.has_critic and version >= a.advantage_options["critic_start"] * config.num_steps
-
-
 def wants_proximal(config: Config) -> bool:
     """Whether proximal log-probs must be known before the first training pass, which otherwise has them itself."""
     a = config.algorithm
@@ -111,7 +103,6 @@ class Estimator:
                 self.reference.at_rest()
             if values_R is not None and critic is not None:
                 values_R[scored.slots_T], ends_N[scored.end_sequence] = critic.values(scored)
-                critic.critic.at_rest()
         found.logp_prox_R, found.logp_ref_R, found.values_R = self._added([prox_R, ref_R, values_R])
         (ends,) = self._added([ends_N])
         assert ends is not None

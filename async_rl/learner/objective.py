@@ -61,7 +61,6 @@ class Objective:
         if a.entropy_coef > 0:
             bonus = contribution(entropy_T, scale_T, terms.mask_R, self.num_ranks, part.denominator)
             loss = loss - a.entropy_coef * bonus
-        tally.add("loss", loss.item() / self.num_ranks, 0.0)
         tally.add("policy/entropy", entropy_T.detach().double().sum().item(), len(logp_T))
         self._figures(scored, step, terms, token_loss, tally)
         return loss

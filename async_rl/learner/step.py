@@ -8,7 +8,6 @@ not finite on any rank changes nothing on all of them.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
@@ -20,6 +19,7 @@ from async_rl.algorithms import diagnostics
 from async_rl.algorithms.schedules import vcpo_lr_scale
 from async_rl.config import Config
 from async_rl.learner.estimate import Estimator, forward
+from async_rl.learner.gradients import accumulate
 from async_rl.learner.minibatches import MiniBatch, Scored, batch_tensors, deal, scored
 from async_rl.learner.model import PolicyModel
 from async_rl.learner.objective import Objective, Step
@@ -30,6 +30,7 @@ from async_rl.learner.value_update import ValueUpdate
 from async_rl.types import Batch
 
 Callback = Callable[[], None]
+MicroBatches = Iterable[tuple[bool, Scored]]  # (is it the last, micro-batch)
 
 
 @dataclass(frozen=True)
@@ -83,27 +84,25 @@ class PolicyUpdate:
 
         found = self.estimator.run(tensors, whole, self.critic, version, steering.kl_beta)
         step = Step(tensors, found, version, steering.kl_beta, torch.zeros_like(tensors.logp_behav_R))
-        total, reasons, warm_up = Tally(), [], self._warms_up(version)
+        total, values, warm_up = Tally(), Tally(), self._warms_up(version)
+        reasons: list[str] = []
         if self.critic is not None:
             self.critic.rescale(self.estimator.returns_moments(tensors, found))
-        for k, part in enumerate(parts):
-            at, micro_batches = version * len(parts) + k, lambda part=part: self._micro_batches(batch, part, boundary)
-            tally = Tally()
-            reason = self._value(micro_batches(), part, step, at, tally)
+        for at, part in enumerate(parts, version * len(parts)):
+            reason = self._value(self._micro_batches(batch, part, boundary), part, step, at, values)
             if not warm_up:
-                reason = self._policy(micro_batches(), part, step, at, steering, before_update, k == 0, tally) or reason
-            if reason:
-                reasons.append(reason)
-            if tally.sums:
-                total.merge(tally)
+                micro_batches = self._micro_batches(batch, part, boundary)
+                reason = self._policy(micro_batches, part, step, at, steering, before_update, total)
+            reasons += [reason] * bool(reason)
         if warm_up:
             before_update()  # the version goes on, with the weights as they are
+        total.merge(values)
         return self._report(total, step, reasons, len(parts))
 
     def _warms_up(self, version: int) -> bool:
         return self.critic is not None and version < self.config.algorithm.critic.warmup_steps
 
-    def _value(self, micro_batches: Iterable, part: MiniBatch, step: Step, at: int, tally: Tally) -> str:
+    def _value(self, micro_batches: MicroBatches, part: MiniBatch, step: Step, at: int, tally: Tally) -> str:
         """One optimizer step of the critic, if there is one; why it was skipped, if it was."""
         found = step.estimates
         if self.critic is None or part.num_tokens == 0:
@@ -114,48 +113,33 @@ class PolicyUpdate:
 
     def _policy(
         self,
-        micro_batches: Iterable,
+        micro_batches: MicroBatches,
         part: MiniBatch,
         step: Step,
         at: int,
         steering: Steering,
         before_update: Callback,
-        first: bool,
         total: Tally,
     ) -> str:
         """One optimizer step of the policy; why it was skipped, if it was."""
-        tally, reason = self._accumulate(micro_batches, part, step)
+        if part.denominator == 0:
+            return "no trainable token"
+
+        def loss_of(micro: Scored, tally: Tally) -> Tensor:
+            return self.objective(micro, step, part, *forward(self.policy, micro, self.config), tally)
+
+        names = ("loss", "policy/grad_norm")
+        tally, reason = accumulate(self.policy, self.optimizer, micro_batches, loss_of, self.group, names)
         if reason:
-            self.optimizer.discard()
             return reason
+        (norm, _) = tally.sums["policy/grad_norm"]
+        tally.add("policy/grad_norm_clipped_frac", float(norm > self.num_ranks * self.config.learner.max_grad_norm))
         before_update()
         tally.add("lr", self.optimizer.step(at, steering.lr_scale * self._ess_scale(tally)))
-        if first and step.estimates.logp_prox_R is not None:
+        if not total.maxima and step.estimates.logp_prox_R is not None:
             tally.maxima["ppo/first_minibatch_max_abs_log_r"] = tally.maxima["ppo/max_abs_log_r"]
         total.merge(tally)
         return ""
-
-    def _accumulate(self, micro_batches: Iterable, part: MiniBatch, step: Step) -> tuple[Tally, str]:
-        """Clipped gradients of one mini-batch, its figures over all ranks, and why it must be skipped, if it must."""
-        tally = Tally()
-        if part.denominator == 0:
-            return tally, "no trainable token"
-        # Each rank counts 1/D of this mini-batch, so that sums over ranks and micro-batches give its loss.
-        tally.add("loss", 0.0, 1.0 / self.num_ranks)
-        bad_losses = 0
-        for last, micro in micro_batches:
-            self.policy.sync_gradients(last)
-            loss = self.objective(micro, step, part, *forward(self.policy, micro, self.config), tally)
-            bad_losses += not math.isfinite(loss.item())
-            loss.backward()
-        norm = self.optimizer.clip()
-        tally.add("policy/grad_norm", norm)
-        tally.add("policy/grad_norm_clipped_frac", float(norm > self.config.learner.max_grad_norm))
-        tally, (bad_losses, bad_norms) = tally.reduce_sums(self.group, [bad_losses > 0, not math.isfinite(norm)])
-        if bad_losses or bad_norms:
-            what = f"loss is not finite on {bad_losses}" if bad_losses else f"gradient norm is not finite on {bad_norms}"
-            return tally, f"{what} of {self.num_ranks} ranks"
-        return tally, ""
 
     def _ess_scale(self, tally: Tally) -> float:
         """VCPO, arXiv:2602.17616; the sums are already those of all ranks."""
