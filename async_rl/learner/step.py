@@ -90,7 +90,7 @@ class PolicyUpdate:
             self.critic.rescale(self.estimator.returns_moments(tensors, found))
         for at, part in enumerate(parts, version * len(parts)):
             reason = self._value(self._micro_batches(batch, part, boundary), part, step, at, values)
-            if not warm_up:
+            if not warm_up:  # without its critic the policy learns on from the values that were
                 micro_batches = self._micro_batches(batch, part, boundary)
                 reason = self._policy(micro_batches, part, step, at, steering, before_update, total)
             reasons += [reason] * bool(reason)
@@ -109,7 +109,8 @@ class PolicyUpdate:
             return ""
         assert found.values_R is not None and found.returns_R is not None
         reason = self.critic.run(micro_batches, part.num_tokens, found.values_R, found.returns_R, at, tally)
-        return f"critic: {reason}" if reason else ""
+        tally.add("value/skipped_frac", float(bool(reason)))
+        return reason
 
     def _policy(
         self,
@@ -136,7 +137,10 @@ class PolicyUpdate:
         tally.add("policy/grad_norm_clipped_frac", float(norm > self.num_ranks * self.config.learner.max_grad_norm))
         before_update()
         tally.add("lr", self.optimizer.step(at, steering.lr_scale * self._ess_scale(tally)))
-        if not total.maxima and step.estimates.logp_prox_R is not None:
+        if (
+            at % (self.config.algorithm.num_minibatches * self.config.algorithm.num_epochs) == 0
+            and step.estimates.logp_prox_R is not None
+        ):
             tally.maxima["ppo/first_minibatch_max_abs_log_r"] = tally.maxima["ppo/max_abs_log_r"]
         total.merge(tally)
         return ""
