@@ -16,7 +16,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from async_rl.config import Config, parse_config
 from async_rl.learner.model import PolicyModel, hf_named_parameters, shard
-from async_rl.learner.optim import PolicyOptimizer
+from async_rl.learner.optim import Optimizer, num_optimizer_steps
 from async_rl.learner.step import PolicyUpdate, StepReport
 from async_rl.types import Batch
 from async_rl.weights.manifest import Manifest
@@ -98,10 +98,8 @@ def on_policy(policy: PolicyModel, batch: Batch, temperature: float) -> Batch:
     return dataclasses.replace(batch, logp_behav=logp, lags=np.zeros_like(batch.lags))
 
 
-def make_update(
-    config: Config, policy: PolicyModel, group: dist.ProcessGroup | None = None
-) -> tuple[PolicyUpdate, PolicyOptimizer]:
-    optimizer = PolicyOptimizer(policy, config.learner, config.num_steps * config.algorithm.num_minibatches)
+def make_update(config: Config, policy: PolicyModel, group: dist.ProcessGroup | None = None) -> tuple[PolicyUpdate, Optimizer]:
+    optimizer = Optimizer(hf_named_parameters(policy), config.learner, config.learner.lr, num_optimizer_steps(config))
     return PolicyUpdate(config, policy, optimizer, group), optimizer
 
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import errno
-import multiprocessing
 import sys
 from datetime import timedelta
 from pathlib import Path
@@ -19,7 +18,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from async_rl.learner import checkpoint as checkpoint_module
-from async_rl.learner.checkpoint import Checkpointer, CheckpointError
+from async_rl.learner.checkpoint import Checkpointer, CheckpointError, policy_tensors
 from async_rl.learner.model import hf_named_parameters, make_mesh
 from async_rl.learner.scatter import scatter_batch
 from async_rl.types import Batch
@@ -27,6 +26,7 @@ from async_rl.weights.checksum import checksum
 from async_rl.weights.source import WeightSource
 
 from .learner_cases import CPU, flat_bytes, full, gradients_of, make_batch, make_config, make_policy, make_update, weights
+from .ranks import fork_ranks
 
 TIMEOUT = timedelta(seconds=120)
 BATCHES: dict[str, dict[str, Any]] = {
@@ -160,7 +160,7 @@ class Rank:
         checkpointer = Checkpointer(self.folder / "checkpoints", keep=2, group=self.group)
         for step in range(3):
             update.run(make_batch(seed=step), step, no_op, no_op)
-        saved = checkpointer.save(3, policy, optimizer, b"ledger" if self.rank == 0 else None)
+        saved = checkpointer.save(3, policy_tensors(optimizer), b"ledger" if self.rank == 0 else None)
         self.results["saved"] = state(policy, optimizer)
         self.failing_saves(checkpointer, policy, optimizer)
 
@@ -176,7 +176,7 @@ class Rank:
         """Another policy, its update and its state, all from the checkpoint."""
         policy = make_policy(seed=5, mesh=mesh)
         update, optimizer = make_update(make_config(), policy, self.group)
-        assert Checkpointer(folder.parent, keep=2, group=self.group).load(folder, policy, optimizer) == b"ledger"
+        assert Checkpointer(folder.parent, keep=2, group=self.group).load(folder, policy_tensors(optimizer)) == b"ledger"
         return policy, update, state(policy, optimizer)
 
     def other_checkpoints(self) -> None:
@@ -185,7 +185,7 @@ class Rank:
         update, optimizer = make_update(make_config(), policy, self.group)
         update.run(make_batch(seed=0), 0, no_op, no_op)
         checkpointer = Checkpointer(self.folder / "hybrid", keep=2, group=self.group)
-        checkpointer.save(1, policy, optimizer, b"ledger" if self.rank == 0 else None)
+        checkpointer.save(1, policy_tensors(optimizer), b"ledger" if self.rank == 0 else None)
         self.results["saved hybrid"] = state(policy, optimizer)
         if self.other is None:
             return
@@ -210,7 +210,7 @@ class Rank:
             if self.rank == rank and target == "state":
                 moment.fill_(torch.nan)
             try:
-                checkpointer.save(4, policy, optimizer, None)
+                checkpointer.save(4, policy_tensors(optimizer), None)
                 said = ""
             except CheckpointError as e:
                 said = str(e)
@@ -234,17 +234,5 @@ def work(num_ranks: int, rank: int, folder: Path, other: Path | None) -> None:
     dist.destroy_process_group()
 
 
-def main(num_ranks: str, folder: str, other: str = "") -> int:
-    """Ranks are forks: what takes seconds is imported once. The exit code is 0 when every rank's is."""
-    fork = multiprocessing.get_context("fork")
-    arguments = [(int(num_ranks), rank, Path(folder), Path(other) if other else None) for rank in range(int(num_ranks))]
-    ranks = [fork.Process(target=work, args=each, daemon=True) for each in arguments]
-    for process in ranks:
-        process.start()
-    for process in ranks:
-        process.join()
-    return int(any(process.exitcode for process in ranks))
-
-
 if __name__ == "__main__":
-    sys.exit(main(*sys.argv[1:]))
+    sys.exit(fork_ranks(work, *sys.argv[1:]))

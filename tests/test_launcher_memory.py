@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,10 +17,10 @@ from async_rl.launcher.plan import Machine, make_plan
 SIZE = ModelSize(num_parameters=GIB, largest_tensor=GIB // 8, vocab_size=100_000)  # so 4 GiB in fp32
 
 
-def demand(num_gpus: int = 0, **sections):
+def demand(num_gpus: int = 0, critic: ModelSize | None = None, **sections):
     tree = {"num_steps": 4, "groups_per_step": 2, "group_size": 2, "model": {"path": "org/name"}}
     config = parse_config({**tree, **sections})
-    return estimate(config, make_plan(config, Path("/run"), Machine((0,), tuple(map(str, range(num_gpus))), {})), SIZE)
+    return estimate(config, make_plan(config, Path("/run"), Machine((0,), tuple(map(str, range(num_gpus))), {})), SIZE, critic)
 
 
 def share(parts, words: str) -> float:
@@ -59,6 +60,35 @@ def test_one_card_for_both_holds_both_and_stages_on_the_host():
     assert share(found["GPU 0"], "staged") == 0 and share(found[HOST], "staged") == 2
 
 
+GAE: dict[str, Any] = {"algorithm": {"advantage": "gae"}}
+KL: dict[str, Any] = {"algorithm": {"kl": {"beta": 0.1}}}
+UNTIED = ModelSize(num_parameters=GIB, largest_tensor=GIB // 4, vocab_size=100_000, num_output=GIB // 4)
+
+
+def test_a_critic_takes_what_the_policy_does_but_for_output_embeddings():
+    (parts,) = demand(critic=SIZE, **GAE).values()
+    assert share(parts, "critic's parameters, gradients and moments") == share(parts, "learner's parameters") == 16
+    assert share(demand(critic=UNTIED, learner={"ranks": 2}, **GAE)[HOST], "critic's") == 12
+    assert share(demand(critic=SIZE)[HOST], "critic") == 0, "grpo trains none"
+    assert share(demand(**GAE)[HOST], "critic") == 0, "nobody knows its size"
+    assert share(demand(2, critic=UNTIED, learner={"ranks": 2}, **GAE)["GPU 1"], "critic's") == 6
+
+
+def test_a_reference_is_one_frozen_copy_in_shards_in_bf16_on_a_gpu():
+    assert share(demand(learner={"ranks": 2}, **KL)[HOST], "reference") == 4
+    assert share(demand(2, learner={"ranks": 2}, **KL)["GPU 0"], "reference") == 1
+    assert share(demand()[HOST], "reference") == 0
+
+
+def test_models_are_loaded_one_after_another_beside_those_that_are_there():
+    small = ModelSize(GIB // 16, GIB // 64, 100_000)
+    wide: dict[str, Any] = {"learner": {"ranks": 8}}
+    assert share(demand(critic=SIZE, **wide, **GAE)[HOST], "whole models") == 8 * 4 + 4 + 12 - 32
+    assert share(demand(critic=small, **wide, **GAE)[HOST], "whole models") == 8 * 4 + 4 - 17, "the policy's was the peak"
+    assert share(demand(2, critic=small, **GAE)[HOST], "whole models") == 4
+    assert share(demand(2, critic=ModelSize(2 * GIB, GIB, 1), **GAE)[HOST], "whole models") == 8
+
+
 @pytest.mark.parametrize(
     ("num_gpus", "sections", "words"),
     [
@@ -96,6 +126,31 @@ def write_model(folder: Path, *shapes: list[int]) -> Path:
     (folder / "model.safetensors").write_bytes(len(text).to_bytes(8, "little") + text)
     (folder / "config.json").write_text(json.dumps({"vocab_size": 50}))
     return folder
+
+
+def test_the_output_embeddings_of_a_model_are_known_by_their_name(tmp_path):
+    header = {name: {"dtype": "F32", "shape": [50, 8]} for name in ("model.embed_tokens.weight", "lm_head.weight")}
+    folder, text = write_model(tmp_path / "m", [1]), json.dumps(header).encode()
+    (folder / "model.safetensors").write_bytes(len(text).to_bytes(8, "little") + text)
+    assert model_size(folder) == ModelSize(800, 400, 50, num_output=400)
+
+
+def test_the_critics_own_model_counts_with_its_own_key(tmp_path):
+    small, large = write_model(tmp_path / "s", [8]), write_model(tmp_path / "l", [1 << 40])
+    algorithm = {"advantage": "gae", "critic": {"path": str(large)}}
+    tree = {"num_steps": 4, "groups_per_step": 2, "group_size": 2, "model": {"path": str(small)}, "algorithm": algorithm}
+    config, host = parse_config(tree), Machine((0,), (), {})
+    plan = make_plan(config, tmp_path, host)
+    with pytest.raises(ConfigError, match=r"the critic's parameters.*: use a smaller algorithm\.critic\.path"):
+        preflight.check_memory(config, plan, host)
+    (large / "model.safetensors").unlink()
+    preflight.check_memory(config, plan, host)
+    assert f"not estimated: the critic, as the size of {large} is not known" in preflight.summary(config, plan, host, tmp_path)
+    preflight.check_critic(config)
+    (large / "config.json").unlink()
+    large.rmdir()
+    with pytest.raises(ConfigError, match=r"algorithm\.critic\.path is .*, which is no folder: give a Hugging Face folder"):
+        preflight.check_critic(config)
 
 
 def test_the_size_of_a_model_is_read_from_its_headers(tmp_path):

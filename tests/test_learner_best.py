@@ -11,7 +11,7 @@ import torch
 
 from async_rl.learner import best as module
 from async_rl.learner.best import Best, Score, read_best
-from async_rl.learner.checkpoint import Checkpointer, CheckpointError
+from async_rl.learner.checkpoint import Checkpointer, CheckpointError, policy_tensors
 
 from .learner_cases import make_config, make_policy, make_update
 
@@ -52,7 +52,7 @@ def test_pruning_spares_the_best_and_the_one_under_evaluation(tmp_path):
     checkpointer, best = Checkpointer(tmp_path, keep=1), Best(tmp_path, None, print)
     for step, accuracy in ((1, 0.9), (2, 0.1), (3, None), (4, None)):
         checkpointer.spared = best.spared
-        checkpointer.save(step, policy, optimizer, None)
+        checkpointer.save(step, policy_tensors(optimizer), None)
         if accuracy is not None:
             best.begin(step)
             best.judge(step, accuracy)
@@ -61,7 +61,7 @@ def test_pruning_spares_the_best_and_the_one_under_evaluation(tmp_path):
     assert [p.name for p in sorted(tmp_path.glob("step_*"))] == ["step_000001", "step_000003", "step_000004"]
     best.judge(3, 0.95)
     checkpointer.spared = best.spared
-    checkpointer.save(5, policy, optimizer, None)
+    checkpointer.save(5, policy_tensors(optimizer), None)
     assert [p.name for p in sorted(tmp_path.glob("step_*"))] == ["step_000003", "step_000005"]
 
 

@@ -16,9 +16,13 @@ import torch
 
 from async_rl.learner import LearnerError
 from async_rl.learner import checkpoint as module
-from async_rl.learner.checkpoint import Checkpointer, CheckpointError
+from async_rl.learner.__main__ import _has_critic
+from async_rl.learner.checkpoint import Checkpointer, CheckpointError, policy_tensors, read_model
+from async_rl.learner.model import hf_named_parameters
 from async_rl.observability import files
 
+from .critic_cases import critic_config, make_critic, make_value_update, targets
+from .critic_cases import train as train_critic
 from .learner_cases import make_batch, make_config, make_policy, make_update
 
 torch.set_num_threads(1)
@@ -33,8 +37,8 @@ def train(update, steps) -> list[dict[str, float]]:
     return [update.run(make_batch(seed=100 + step), step, lambda: None, lambda: None).metrics for step in steps]
 
 
-def everything(policy, optimizer) -> dict[str, torch.Tensor]:
-    return {name: value.detach().clone() for name, value in module._tensors(policy, optimizer).items()}
+def everything(optimizer) -> dict[str, torch.Tensor]:
+    return {name: value.detach().clone() for name, value in policy_tensors(optimizer).items()}
 
 
 def assert_same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> None:
@@ -49,7 +53,7 @@ def trained(tmp_path_factory):
     checkpointer = Checkpointer(tmp_path_factory.mktemp("checkpoints"), keep=2)
     for step in (1, 2):
         train(update, [step])
-        checkpointer.save(step, policy, optimizer, f"ledger {step}".encode())
+        checkpointer.save(step, policy_tensors(optimizer), f"ledger {step}".encode())
     return checkpointer.directory, policy, optimizer
 
 
@@ -61,28 +65,28 @@ def saved(trained, tmp_path):
 
 
 def test_six_steps_equal_three_a_resume_and_three_bit_for_bit(tmp_path):
-    policy, update, optimizer = start()
+    _, update, optimizer = start()
     figures = train(update, range(3))
     saved_rng = torch.get_rng_state()
-    folder = Checkpointer(tmp_path, keep=2).save(3, policy, optimizer, b"the ledger")
+    folder = Checkpointer(tmp_path, keep=2).save(3, policy_tensors(optimizer), b"the ledger")
     figures += train(update, range(3, 6))
 
-    other, other_update, other_optimizer = start(seed=9)
+    _, other_update, other_optimizer = start(seed=9)
     torch.manual_seed(12345)
     checkpointer = Checkpointer(tmp_path, keep=2)
     assert checkpointer.latest_complete() == folder
-    assert checkpointer.load(folder, other, other_optimizer) == b"the ledger"
+    assert checkpointer.load(folder, policy_tensors(other_optimizer)) == b"the ledger"
     assert torch.equal(torch.get_rng_state(), saved_rng)
     assert train(other_update, range(3, 6)) == figures[3:]
-    assert_same(everything(other, other_optimizer), everything(policy, optimizer))
+    assert_same(everything(other_optimizer), everything(optimizer))
 
 
 def test_a_checkpoint_before_the_first_step_loads_too(tmp_path):
-    policy, _, optimizer = start()
-    folder = Checkpointer(tmp_path, keep=1).save(0, policy, optimizer, None)
-    other, _, other_optimizer = start(seed=4)
-    assert Checkpointer(tmp_path, keep=1).load(folder, other, other_optimizer) is None
-    assert_same(everything(other, other_optimizer), everything(policy, optimizer))
+    _, _, optimizer = start()
+    folder = Checkpointer(tmp_path, keep=1).save(0, policy_tensors(optimizer), None)
+    _, _, other_optimizer = start(seed=4)
+    assert Checkpointer(tmp_path, keep=1).load(folder, policy_tensors(other_optimizer)) is None
+    assert_same(everything(other_optimizer), everything(optimizer))
 
 
 DAMAGES = ["flip", "truncate", "missing", "manifest", "no manifest", "empty manifest", "no state", "no index", "no shard"]
@@ -127,12 +131,12 @@ def test_when_none_can_be_used_nothing_starts_over(saved):
 
 
 def test_an_index_that_is_no_index_is_a_sentence(saved):
-    checkpointer, policy, optimizer = saved
+    checkpointer, _, optimizer = saved
     folder = checkpointer.directory / "step_000002"
     for content in (b"", b"\x80\x04 no pickle", b"."):
         (folder / ".metadata").write_bytes(content)
         with pytest.raises(CheckpointError, match="does not fit this run"):
-            checkpointer.load(folder, policy, optimizer)
+            checkpointer.load(folder, policy_tensors(optimizer))
 
 
 def test_no_checkpoint_is_no_error(tmp_path):
@@ -140,18 +144,18 @@ def test_no_checkpoint_is_no_error(tmp_path):
 
 
 def test_only_the_newest_are_kept_and_latest_names_the_last(saved):
-    checkpointer, policy, optimizer = saved
-    checkpointer.save(3, policy, optimizer, None)
+    checkpointer, _, optimizer = saved
+    checkpointer.save(3, policy_tensors(optimizer), None)
     assert sorted(p.name for p in checkpointer.directory.iterdir()) == ["latest", "step_000002", "step_000003"]
     assert (checkpointer.directory / "latest").read_text() == "step_000003\n"
 
 
 def test_going_on_from_an_older_one_removes_those_of_the_lost_timeline_only_after_the_next_is_complete(saved):
-    checkpointer, policy, optimizer = saved
+    checkpointer, _, optimizer = saved
     (checkpointer.directory / "step_000002" / "manifest.json").unlink()
     again = Checkpointer(checkpointer.directory, keep=1)
     assert again.latest_complete() == checkpointer.directory / "step_000001"
-    again.save(1, policy, optimizer, b"again")
+    again.save(1, policy_tensors(optimizer), b"again")
     assert sorted(p.name for p in checkpointer.directory.iterdir()) == ["latest", "step_000001"]
     assert (checkpointer.directory / "step_000001" / "state.msgpack").read_bytes() == b"again"
 
@@ -181,27 +185,27 @@ PLACES = ["folder", "shards", "index", "state.msgpack", "manifest.json", "rename
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("step", [2, 3])
 def test_a_disk_that_fills_at_any_write_leaves_older_checkpoints_whole(saved, monkeypatch, place, step):
-    checkpointer, policy, optimizer = saved
+    checkpointer, _, optimizer = saved
     with monkeypatch.context() as patch:
         fault_at(patch, place)
         with pytest.raises(CheckpointError, match=rf"checkpoint of step {step} could not be written .*No space left"):
-            checkpointer.save(step, policy, optimizer, b"new")
+            checkpointer.save(step, policy_tensors(optimizer), b"new")
     assert not list(checkpointer.directory.glob(".*.partial"))
     assert (checkpointer.directory / "step_000002").is_dir()
     folder = checkpointer.latest_complete()
     assert folder is not None and folder.name >= "step_000002"
     assert module.problem_of(checkpointer.directory / "step_000001") == ""
-    checkpointer.save(4, policy, optimizer, b"room again")
+    checkpointer.save(4, policy_tensors(optimizer), b"room again")
     assert checkpointer.latest_complete() == checkpointer.directory / "step_000004"
 
 
 def test_a_file_size_limit_of_the_system_leaves_older_checkpoints_whole(saved):
-    checkpointer, policy, optimizer = saved
+    checkpointer, _, optimizer = saved
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, hard))
     try:
         with pytest.raises(CheckpointError, match="could not be written"):
-            checkpointer.save(3, policy, optimizer, b"new")
+            checkpointer.save(3, policy_tensors(optimizer), b"new")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert sorted(p.name for p in checkpointer.directory.iterdir()) == ["latest", "step_000001", "step_000002"]
@@ -215,7 +219,7 @@ class Killed(BaseException):
 @pytest.mark.parametrize("place", ["shards", "manifest.json", "rename"])
 @pytest.mark.parametrize("step", [2, 3])
 def test_what_a_killed_save_leaves_behind_is_cleared_and_the_last_good_one_is_found(saved, monkeypatch, place, step):
-    checkpointer, policy, optimizer = saved
+    checkpointer, _, optimizer = saved
     before = (checkpointer.directory / "step_000002" / "manifest.json").read_bytes()
 
     def killed(*args, **kwargs):
@@ -230,7 +234,7 @@ def test_what_a_killed_save_leaves_behind_is_cleared_and_the_last_good_one_is_fo
         else:
             patch.setattr(module, "write_file", killed)
         with pytest.raises(Killed):
-            checkpointer.save(step, policy, optimizer, None)
+            checkpointer.save(step, policy_tensors(optimizer), None)
     again = Checkpointer(checkpointer.directory, keep=1)
     assert again.latest_complete() == checkpointer.directory / "step_000002"
     assert (checkpointer.directory / "step_000002" / "manifest.json").read_bytes() == before
@@ -245,7 +249,7 @@ def test_a_state_that_is_not_finite_is_never_saved(saved, where):
     with torch.no_grad():
         target.view(-1)[3] = torch.nan
     with pytest.raises(CheckpointError, match=r"checkpoint of step 3 is not written: (model|optim)\.\S+ is not finite"):
-        checkpointer.save(3, policy, optimizer, None)
+        checkpointer.save(3, policy_tensors(optimizer), None)
     with torch.no_grad():
         target.copy_(whole)  # what other tests save
     assert checkpointer.latest_complete() == checkpointer.directory / "step_000002"
@@ -256,7 +260,7 @@ def test_a_checkpoint_of_another_model_is_refused_in_one_sentence(saved):
     other = make_policy(hidden_size=32)
     _, optimizer = make_update(make_config(), other)
     with pytest.raises(CheckpointError, match=r"does not fit this run .* use the model it was made from"):
-        checkpointer.load(checkpointer.directory / "step_000002", other, optimizer)
+        checkpointer.load(checkpointer.directory / "step_000002", policy_tensors(optimizer))
 
 
 def test_the_manifest_lists_every_file_with_size_and_digest(saved):
@@ -269,9 +273,81 @@ def test_the_manifest_lists_every_file_with_size_and_digest(saved):
 
 
 def test_a_skipped_step_leaves_the_resumed_run_the_same(tmp_path):
-    policy, update, optimizer = start()
+    _, update, optimizer = start()
     train(update, [0])
-    before = everything(policy, optimizer)
+    before = everything(optimizer)
     batch = make_batch()
     assert update.run(dataclasses.replace(batch, mask=np.zeros_like(batch.mask)), 1, lambda: None, lambda: None).skipped
-    assert_same(everything(policy, optimizer), before)
+    assert_same(everything(optimizer), before)
+
+
+# With a critic beside the policy.
+
+
+def both(optimizer, value_update) -> dict[str, torch.Tensor]:
+    return policy_tensors(optimizer) | value_update.tensors()
+
+
+@pytest.fixture
+def with_critic(tmp_path):
+    """The folder of a checkpoint that holds one, and what it holds."""
+    _, update, optimizer = start()
+    config, batch = critic_config({"popart": 0.3}), make_batch()
+    value_update = make_value_update(config, make_critic())
+    value_update.rescale(torch.tensor([1.0, 4.0, 20.0]))
+    train(update, [0])
+    assert train_critic(value_update, config, batch, *targets(batch))[0] == ""
+    tensors = both(optimizer, value_update)
+    return Checkpointer(tmp_path, keep=1).save(1, tensors, b""), tensors
+
+
+def test_policy_and_critic_come_back_together_bit_for_bit(with_critic):
+    folder, tensors = with_critic
+    _, _, optimizer = start(seed=3)
+    value_update = make_value_update(critic_config(), make_critic(seed=3))
+    Checkpointer(folder.parent, keep=1).load(folder, both(optimizer, value_update))
+    assert_same(both(optimizer, value_update), tensors)
+    assert value_update.popart == pytest.approx((1.2, 6.7))
+    assert len({key.split(".")[0] for key in tensors}) == 4
+
+
+def test_a_critic_that_the_run_no_longer_trains_is_left_alone(with_critic):
+    folder, tensors = with_critic
+    policy, _, optimizer = start(seed=3)
+    Checkpointer(folder.parent, keep=1).load(folder, policy_tensors(optimizer))
+    assert_same(policy_tensors(optimizer), {key: tensors[key] for key in policy_tensors(optimizer)})
+    other = make_policy(seed=4)
+    read_model(folder, [(name, p.detach()) for name, p in hf_named_parameters(other)])
+    assert all(torch.equal(p, q) for p, q in zip(other.parameters(), policy.parameters(), strict=True))
+
+
+def test_a_checkpoint_without_the_critic_that_the_run_trains_is_refused_in_one_sentence(saved):
+    checkpointer, _, optimizer = saved
+    value_update = make_value_update(critic_config(), make_critic())
+    with pytest.raises(
+        CheckpointError, match=r"holds no critic, which algorithm\.advantage asks for .* resume with the advantage"
+    ):
+        checkpointer.load(checkpointer.directory / "step_000002", both(optimizer, value_update))
+
+
+def test_a_critic_is_there_before_the_first_step_when_it_was_before_or_is_in_the_checkpoint(saved, with_critic):
+    late = {"advantage": "hybrid", "advantage_options": {"critic_start": 0.1, "grpo_end": 0.5}}  # of 20 steps
+    configs = {name: make_config(tree) for name, tree in {"no": {}, "all": {"advantage": "gae"}, "late": late}.items()}
+    without, held = saved[0].directory, with_critic[0]
+    found = {
+        (name, at): _has_critic(config, folder)
+        for name, config in configs.items()
+        for at, folder in ((None, None), (1, without / "step_000001"), (2, without / "step_000002"), ("held", held))
+    }
+    assert [key for key, there in found.items() if there] == [
+        ("all", None),
+        ("all", 1),
+        ("all", 2),
+        ("all", "held"),
+        ("late", "held"),
+    ]
+    assert _has_critic(configs["late"], (without / "step_000002").rename(without / "step_000003")), (
+        "one was lost: `load` says so"
+    )
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        _has_critic(configs["late"], without / "step_000000")

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from async_rl.config import Config, ConfigError, load_config
 from async_rl.learner import LearnerError
 from async_rl.learner import export as module
-from async_rl.learner.checkpoint import Checkpointer
+from async_rl.learner.checkpoint import Checkpointer, policy_tensors
 from async_rl.learner.export import Which, export
 from async_rl.learner.model import PolicyModel, load_policy
 
@@ -34,7 +34,8 @@ def save(run_dir: Path, config: Config, step: int) -> PolicyModel:
     with torch.no_grad():
         for parameter in policy.parameters():
             parameter.add_(0.01 * torch.randn_like(parameter))
-    Checkpointer(run_dir / "checkpoints", keep=5).save(step, policy, make_update(config, policy)[1], b"")
+    _, optimizer = make_update(config, policy)
+    Checkpointer(run_dir / "checkpoints", keep=5).save(step, policy_tensors(optimizer), b"")
     return policy
 
 

@@ -2,59 +2,30 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
 import re
-import signal
-import subprocess
-import sys
-from pathlib import Path
-from typing import Any, NamedTuple
 
 import pytest
 import torch
 
-from async_rl.learner.checkpoint import Checkpointer
+from async_rl.learner.checkpoint import Checkpointer, policy_tensors
 
 from .learner_cases import distance, gradients_of, make_batch, make_config, make_policy, make_update, weights
 from .learner_worker import BATCHES, MODES, no_op, state
+from .ranks import Found, run_ranks
 
 torch.set_num_threads(1)
 pytestmark = [pytest.mark.process, pytest.mark.timeout(600)]
-ROOT = Path(__file__).parents[1]
-
-
-class Found(NamedTuple):
-    """What each rank found, and the folder they worked in."""
-
-    ranks: list[dict[str, Any]]
-    folder: Path
-
-
-def work(num_ranks: int, folder: Path, *other: str) -> Found:
-    env = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    command = [sys.executable, "-m", "tests.learner_worker", str(num_ranks), str(folder), *other]
-    log = folder / "log"
-    with log.open("w") as file:
-        running = subprocess.Popen(command, cwd=ROOT, env=env, stdout=file, stderr=file, start_new_session=True)
-    try:
-        code = running.wait(timeout=400)
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(running.pid, signal.SIGKILL)
-        running.wait()
-    assert code == 0, log.read_text()[-5000:]
-    return Found([torch.load(folder / f"rank{r}.pt", weights_only=True) for r in range(num_ranks)], folder)
+WORKER = "tests.learner_worker"
 
 
 @pytest.fixture(scope="module")
 def two(tmp_path_factory) -> Found:
-    return work(2, tmp_path_factory.mktemp("two"))
+    return run_ranks(WORKER, 2, tmp_path_factory.mktemp("two"))
 
 
 @pytest.fixture(scope="module")
 def four(tmp_path_factory, two) -> Found:
-    return work(4, tmp_path_factory.mktemp("four"), str(two.folder))
+    return run_ranks(WORKER, 4, tmp_path_factory.mktemp("four"), str(two.folder))
 
 
 @pytest.fixture(scope="module", params=["two", "four"])
@@ -134,7 +105,7 @@ def test_a_checkpoint_of_several_ranks_loads_whole_on_one_and_trains_on(found, n
     folder = checkpointer.latest_complete()
     assert folder is not None and folder.name == f"step_{step:06d}"
     assert len(list(folder.glob("*.distcp"))) == len(found.ranks)
-    assert checkpointer.load(folder, policy, optimizer) == b"ledger"
+    assert checkpointer.load(folder, policy_tensors(optimizer)) == b"ledger"
     assert_equal(state(policy, optimizer), found.ranks[0][saved])
     assert not update.run(make_batch(seed=step), step, no_op, no_op).skipped
 

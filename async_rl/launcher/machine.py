@@ -84,9 +84,12 @@ def _gpu_bytes() -> dict[str, int]:
 def model_size(folder: Path) -> ModelSize | None:
     """From the headers of its safetensors files and config.json; None when they are not there or cannot be read."""
     try:
-        counts = [math.prod(t["shape"]) for file in folder.glob("*.safetensors") for t in read_header(file)[1].values()]
+        tensors = {name: t for file in folder.glob("*.safetensors") for name, t in read_header(file)[1].items()}
+        counts = {name: math.prod(t["shape"]) for name, t in tensors.items()}
         tree = json.loads((folder / "config.json").read_text())
         vocab_size = tree.get("vocab_size") or tree["text_config"]["vocab_size"]
     except (OSError, ValueError, KeyError, TypeError):
         return None
-    return ModelSize(sum(counts), max(counts), int(vocab_size)) if counts else None
+    if not counts:
+        return None
+    return ModelSize(sum(counts.values()), max(counts.values()), int(vocab_size), counts.get("lm_head.weight", 0))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from async_rl.config import Config
 from async_rl.launcher.plan import Plan
@@ -29,6 +30,7 @@ class ModelSize:
     num_parameters: int
     largest_tensor: int
     vocab_size: int
+    num_output: int = 0  # of the parameters, in output embeddings of their own, which a critic does without
 
 
 @dataclass(frozen=True)
@@ -43,10 +45,13 @@ class Part:
 Demand = Mapping[str, Sequence[Part]]  # by device: HOST, or "GPU 0"
 
 
-def estimate(config: Config, plan: Plan, size: ModelSize) -> Demand:
-    """What the learner and the rollouts of the plan will take of every device they use."""
+def estimate(config: Config, plan: Plan, size: ModelSize, critic: ModelSize | None = None) -> Demand:
+    """What the learner and the rollouts of the plan will take of every device they use.
+
+    `critic` is the size of the model it starts from; without one there is no critic, or nobody knows its size.
+    """
     demand: dict[str, list[Part]] = {HOST: []}
-    for device, parts in [*_learner(config, plan, size), *_rollouts(config, plan, size)]:
+    for device, parts in [*_learner(config, plan, size, critic), *_rollouts(config, plan, size)]:
         demand.setdefault(device, []).extend(part for part in parts if part.num_bytes)
     return {device: _merged(parts) for device, parts in demand.items()}
 
@@ -87,32 +92,68 @@ def _merged(parts: Sequence[Part]) -> list[Part]:
     return sorted(merged, key=lambda part: -part.num_bytes)
 
 
-def _learner(config: Config, plan: Plan, size: ModelSize) -> list[tuple[str, list[Part]]]:
+class _Held(NamedTuple):
+    """A model that every rank loads whole, in fp32, before it keeps its shard; bytes of one rank."""
+
+    part: Part  # its shard with all that training adds, or alone when it is frozen
+    whole: int
+    resting: int  # of the part, what is there once it is loaded: all but gradients, which come with the first step
+
+
+def _models(config: Config, plan: Plan, size: ModelSize, critic: ModelSize | None) -> list[_Held]:
+    """Those of the learner, in the order in which they are loaded."""
+    c, a, num_shards = config.learner, config.algorithm, config.learner.ranks // config.learner.replicas
+
+    def fix(key: str) -> str:
+        if c.replicas > 1:
+            return "lower learner.replicas"
+        return f"raise learner.ranks, or use a smaller {key}" if plan.learner.gpus else f"use a smaller {key}"
+
+    def trained(what: str, count: int, key: str) -> _Held:
+        part = Part(f"the {what}'s parameters, gradients and moments", 16 * count // num_shards, fix(key))
+        return _Held(part, 4 * count, 12 * count // num_shards)
+
+    models = [trained("learner", size.num_parameters, "model.path")]
+    if critic is not None and a.has_critic:
+        key = "algorithm.critic.path" if a.critic.path else "model.path"
+        models.append(trained("critic", critic.num_parameters - critic.num_output, key))
+    if a.has_reference:
+        frozen = (2 if plan.learner.gpus else 4) * size.num_parameters // num_shards
+        part = Part("the reference policy", frozen, "set algorithm.kl.beta=0 and algorithm.kl.gate=null")
+        models.append(_Held(part, 4 * size.num_parameters, frozen))
+    return models
+
+
+def _loading(models: Sequence[_Held], num_shards: int) -> int:
+    """Bytes by which loading one model after another, beside those that are there, exceeds what all take in the end."""
+    held, peak = 0, 0
+    for model in models:
+        peak = max(peak, held + model.whole + model.whole // num_shards)
+        held += model.resting
+    return max(0, peak - sum(model.part.num_bytes for model in models))
+
+
+def _learner(config: Config, plan: Plan, size: ModelSize, critic: ModelSize | None) -> list[tuple[str, list[Part]]]:
     """(device, parts) for each rank."""
-    c, num_shards = config.learner, config.learner.ranks // config.learner.replicas
-    smaller = "use a smaller model.path"
-    if c.replicas > 1:
-        fix = "lower learner.replicas"
-    else:
-        fix = f"raise learner.ranks, or {smaller}" if plan.learner.gpus else smaller
-    state = Part("the learner's parameters, gradients and moments", 16 * size.num_parameters // num_shards, fix)
+    c = config.learner
+    models = _models(config, plan, size, critic)
+    states = [model.part for model in models]
     at_once = min(c.logprob_chunk_tokens, c.microbatch_tokens)
     logits = Part("the learner's logits", 3 * 4 * at_once * size.vocab_size, "lower learner.logprob_chunk_tokens")
     on_their_way = 2 * config.weights.bucket_bytes + 4 * size.largest_tensor
     transit = Part("weights on their way", on_their_way, "lower weights.bucket_bytes")
-    whole = 4 * size.num_parameters  # every rank loads the model before it keeps its shard
-    fewer = "lower learner.ranks" if c.ranks > 1 else smaller
+    fewer = "lower learner.ranks" if c.ranks > 1 else "use a smaller model.path"
     runtime = Part("the learner's runtime", LEARNER_BYTES, fewer)
     found: list[tuple[str, list[Part]]] = []
     for rank in range(c.ranks):
         if plan.learner.gpus:
-            own = [state, logits, transit, Part("the learner's runtime", LEARNER_GPU_BYTES, fewer)]
+            own = [*states, logits, transit, Part("the learner's runtime", LEARNER_GPU_BYTES, fewer)]
             found.append((f"GPU {plan.learner.gpus[rank % len(plan.learner.gpus)]}", own))
-            found.append((HOST, [runtime, Part("whole models while ranks load", whole, fewer)]))
+            largest = max(model.whole for model in models)  # one after another, each gone when it is sharded
+            found.append((HOST, [runtime, Part("whole models while ranks load", largest, fewer)]))
         else:
-            # Gradients and moments come only when the whole model has gone.
-            extra = max(0, whole - 12 * size.num_parameters // num_shards)
-            found.append((HOST, [runtime, state, logits, transit, Part("whole models while ranks load", extra, fewer)]))
+            extra = _loading(models, c.ranks // c.replicas)
+            found.append((HOST, [runtime, *states, logits, transit, Part("whole models while ranks load", extra, fewer)]))
     return found
 
 

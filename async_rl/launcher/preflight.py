@@ -28,6 +28,7 @@ NUM_PORTS = 2  # control, data
 def inspect(config: Config, plan: Plan, machine: Machine, run_dir: Path) -> None:
     """Raises ConfigError for the first thing that would keep this run from starting."""
     check_model(config)
+    check_critic(config)
     check_reward(config.data.reward)
     check_data(config.data)
     check_devices(config, plan, machine)
@@ -52,6 +53,13 @@ def check_model(config: Config) -> None:
             f"model.path is {path}, which is no folder here, and its name cannot be looked up on the hub ({why}): "
             "give the path of a Hugging Face folder"
         )
+
+
+def check_critic(config: Config) -> None:
+    """Only whether its model is there: what is wrong with it, the learner says."""
+    path = config.algorithm.critic.path
+    if config.algorithm.has_critic and path is not None and not Path(path).is_dir() and not _is_hub_name(path):
+        raise ConfigError(f"algorithm.critic.path is {path}, which is no folder: give a Hugging Face folder or a hub name")
 
 
 def _is_hub_name(text: str) -> bool:
@@ -88,8 +96,8 @@ def check_devices(config: Config, plan: Plan, machine: Machine) -> None:
 
 def check_memory(config: Config, plan: Plan, machine: Machine) -> None:
     """Only for a model whose size is known: one on the hub, or not made yet, is let through."""
-    size = model_size(Path(config.model.path))
-    if size is not None and (sentence := memory.problem(memory.estimate(config, plan, size), memory_limits(machine))):
+    demand = _demand(config, plan)
+    if demand is not None and (sentence := memory.problem(demand, memory_limits(machine))):
         raise ConfigError(sentence)
 
 
@@ -148,10 +156,22 @@ def summary(config: Config, plan: Plan, machine: Machine, run_dir: Path) -> str:
 
 
 def _memory(config: Config, plan: Plan, machine: Machine) -> list[str]:
+    demand = _demand(config, plan)
+    if demand is None:
+        return [f"not estimated: the size of {config.model.path} is not known here yet"]
+    lines, critic = memory.lines(demand, memory_limits(machine)), config.algorithm.critic.path
+    if config.algorithm.has_critic and critic is not None and model_size(Path(critic)) is None:
+        lines.append(f"not estimated: the critic, as the size of {critic} is not known here yet")
+    return lines
+
+
+def _demand(config: Config, plan: Plan) -> memory.Demand | None:
+    """None when the policy's size is not known; a critic of unknown size is left out."""
     size = model_size(Path(config.model.path))
     if size is None:
-        return [f"not estimated: the size of {config.model.path} is not known here yet"]
-    return memory.lines(memory.estimate(config, plan, size), memory_limits(machine))
+        return None
+    critic = config.algorithm.critic.path
+    return memory.estimate(config, plan, size, model_size(Path(critic)) if critic else size)
 
 
 def _where(gpus: tuple[str, ...], cores: frozenset[int] | None) -> str:

@@ -21,17 +21,18 @@ from async_rl.envs.base import TaskError
 from async_rl.envs.tasks import build_prompts
 from async_rl.envs.text import load_tokenizer
 from async_rl.learner import LearnerError
-from async_rl.learner.checkpoint import Checkpointer
+from async_rl.learner.checkpoint import Checkpointer, holds_critic, step_of
 from async_rl.learner.commands import Commands
 from async_rl.learner.failure import RunStopped, lost_rank, tell
 from async_rl.learner.lead import lead, weight_backend
 from async_rl.learner.model import hf_named_parameters, load_policy, make_mesh
-from async_rl.learner.optim import PolicyOptimizer
+from async_rl.learner.optim import Optimizer, num_optimizer_steps
 from async_rl.learner.rank import Rank
 from async_rl.learner.signals import Stop
 from async_rl.learner.state import unpack_state
 from async_rl.learner.step import PolicyUpdate
 from async_rl.learner.trainer import follow
+from async_rl.learner.value_update import make_value_update, trains_critic
 from async_rl.observability.log import setup_logging
 from async_rl.observability.process import die_with_parent
 from async_rl.transport.base import TransportError
@@ -54,7 +55,9 @@ def main(run_dir: str) -> int:
         _init_distributed(config, device)
         rank = _build(config, folder, device)
         checkpoint = rank.checkpointer.latest_complete() if config.checkpoint.resume else None
-        packed = rank.checkpointer.load(checkpoint, rank.policy, rank.optimizer) if checkpoint else None
+        if _has_critic(config, checkpoint):
+            rank.value_update = make_value_update(config, device, rank.mesh, rank.group)
+        packed = rank.load(checkpoint) if checkpoint else None
         if tasks is not None:
             state = unpack_state(packed, checkpoint) if packed is not None and checkpoint else None
             return lead(config, folder, rank, tasks, state, stop)
@@ -103,12 +106,13 @@ def _init_distributed(config: Config, device: torch.device) -> None:
 
 def _build(config: Config, folder: Path, device: torch.device) -> Rank:
     torch.manual_seed(config.seed)
-    policy = load_policy(config, device, make_mesh(config.learner, device))
-    optimizer = PolicyOptimizer(policy, config.learner, config.num_steps * config.algorithm.num_minibatches)
+    mesh = make_mesh(config.learner, device)
+    policy = load_policy(config, device, mesh)
+    named = hf_named_parameters(policy)
+    optimizer = Optimizer(named, config.learner, config.learner.lr, num_optimizer_steps(config))
     group = dist.new_group(backend="gloo", timeout=timedelta(seconds=config.learner.step_timeout_s))
     assert isinstance(group, dist.ProcessGroup)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    named = hf_named_parameters(policy)
     place = device if weight_backend(config) == "nccl" else torch.device("cpu")  # gloo sends from host memory
     return Rank(
         policy=policy,
@@ -117,8 +121,18 @@ def _build(config: Config, folder: Path, device: torch.device) -> Rank:
         source=WeightSource(named, dtype, config.weights.bucket_bytes, root=dist.get_rank() == 0, device=place),
         commands=Commands(group),
         checkpointer=Checkpointer(folder / "checkpoints", config.checkpoint.keep, group),
+        mesh=mesh,
         group=group,
     )
+
+
+def _has_critic(config: Config, checkpoint: Path | None) -> bool:
+    """Whether there is a critic before the first step of this life: what the checkpoint holds must have a place to go."""
+    if checkpoint is None:
+        return trains_critic(config, 0)
+    # One that begins at the very step that comes next is made there.
+    begun = trains_critic(config, max(0, step_of(checkpoint) - 1))
+    return begun or (config.algorithm.has_critic and holds_critic(checkpoint))
 
 
 if __name__ == "__main__":

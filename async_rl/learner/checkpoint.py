@@ -1,7 +1,7 @@
 """Checkpoints: written beside, renamed into place, verified before use, pruned last.
 
-Owns the folder `checkpoints/`, but for `best` in it; imports torch (distributed checkpoint), observability and the policy's
-own modules.
+Owns the folder `checkpoints/`, but for `best` in it, and the names under which tensors are kept there; imports torch
+(distributed checkpoint), observability and learner.optim.
 Invariants: a folder named step_NNNNNN was complete when it got that name and its manifest says what it must hold; no
 failure, at whatever write, harms an older one; a state that is not finite is never written. All methods are collective.
 The folder must be one that you trust: torch keeps its index of shards as a pickle.
@@ -28,14 +28,13 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor
 
 from async_rl.learner import LearnerError
-from async_rl.learner.model import PolicyModel, hf_named_parameters
-from async_rl.learner.optim import PolicyOptimizer
+from async_rl.learner.optim import Optimizer
 from async_rl.observability.files import replace_file, sync_folder, write_file
 from async_rl.observability.log import get_logger
 
 _EXTRA, _MANIFEST, _LATEST = "state.msgpack", "manifest.json", "latest"
 _INDEX, _SHARD = ".metadata", ".distcp"  # as torch names its files
-_MODEL = "model."  # begins the keys of the policy's tensors; the optimizer's begin otherwise
+_MODEL, _CRITIC = "model.", "critic."  # begin the keys of a model's tensors; those of optimizers begin otherwise
 # What torch raises for a checkpoint of another model, or for an index that is no index.
 _UNREADABLE = (CheckpointException, OSError, RuntimeError, ValueError, LookupError, EOFError, pickle.UnpicklingError)
 _log = get_logger(__name__)
@@ -58,12 +57,14 @@ class Checkpointer:
         self.rank = dist.get_rank(group) if group else 0
         self.num_ranks = dist.get_world_size(group) if group else 1
 
-    def save(self, step: int, policy: PolicyModel, optimizer: PolicyOptimizer, extra: bytes | None) -> Path:
-        """Write policy, optimizer, RNG and rank 0's `extra`; returns the folder. Raises CheckpointError on every rank."""
+    def save(self, step: int, tensors: dict[str, Tensor], extra: bytes | None) -> Path:
+        """Write tensors, RNG and rank 0's `extra`; returns the folder. Raises CheckpointError on every rank.
+
+        Keys are equal on all ranks; a DTensor is kept whole, of any other tensor one rank's.
+        """
         final, partial = step_folder(self.directory, step), self.directory / f".step_{step:06d}.partial"
-        tensors = _tensors(policy, optimizer)
         self._agree(lambda: _require_finite(tensors), f"checkpoint of step {step} is not written")
-        tensors |= {f"rng.{name}.rank{self.rank}": state for name, state in _rng_states().items()}
+        tensors = tensors | {f"rng.{name}.rank{self.rank}": state for name, state in _rng_states().items()}
         try:
             self._on_root(lambda: self._begin(partial))
             self._write_shards(tensors, partial)
@@ -109,16 +110,21 @@ class Checkpointer:
             found = word.tolist()
         return step_folder(self.directory, found[0]) if found[0] >= 0 else None
 
-    def load(self, folder: Path, policy: PolicyModel, optimizer: PolicyOptimizer) -> bytes | None:
-        """Fill policy, optimizer and RNG in place, whatever the number of ranks that saved; returns `extra`.
+    def load(self, folder: Path, tensors: dict[str, Tensor]) -> bytes | None:
+        """Fill tensors and RNG in place, whatever the number of ranks that saved; returns `extra`.
 
-        With another number of ranks, RNG streams that were not saved stay as they are.
+        What else the checkpoint holds is left alone, such as a critic that the run no longer trains. With another number of
+        ranks, RNG streams that were not saved stay as they are. Raises CheckpointError.
         """
-        tensors = _tensors(policy, optimizer)
         rng = {f"rng.{name}.rank{self.rank}": state for name, state in _rng_states().items()}
         try:
             reader = FileSystemReader(folder)
             saved = reader.read_metadata().state_dict_metadata
+            if _any_critic(tensors) and not _any_critic(saved):
+                raise CheckpointError(
+                    f"checkpoint {folder} holds no critic, which algorithm.advantage asks for at this point: resume with the "
+                    "advantage it was made with, or begin another run_dir"
+                )
             rng = {name: state for name, state in rng.items() if name in saved}
             with _alone_is_fine():
                 load({**tensors, **rng}, storage_reader=reader, process_group=self.group, no_dist=self.group is None)
@@ -240,6 +246,28 @@ def step_of(folder: Path) -> int:
     return int(folder.name.removeprefix("step_"))
 
 
+def policy_tensors(optimizer: Optimizer) -> dict[str, Tensor]:
+    """By checkpoint key, sharing storage with the live ones."""
+    return optimizer.tensors("model", "optim")
+
+
+def critic_tensors(optimizer: Optimizer, popart_2: Tensor) -> dict[str, Tensor]:
+    """The same of the critic, and the mean and mean square of its targets."""
+    return optimizer.tensors("critic", "critic_optim") | {f"{_CRITIC}popart": popart_2}
+
+
+def holds_critic(folder: Path) -> bool:
+    """Raises CheckpointError when the checkpoint cannot be read."""
+    try:
+        return _any_critic(FileSystemReader(folder).read_metadata().state_dict_metadata)
+    except _UNREADABLE as e:
+        raise CheckpointError(f"checkpoint {folder} cannot be read ({_cause(e)}): mend it, or begin another run_dir") from None
+
+
+def _any_critic(keys: Iterable[str]) -> bool:
+    return any(key.startswith(_CRITIC) for key in keys)
+
+
 def read_model(folder: Path, named: Iterable[tuple[str, Tensor]]) -> None:
     """Fill these parameters, by Hugging Face name, without a process group; the optimizer's state is not read.
 
@@ -285,12 +313,6 @@ def _unnamed(files: Iterable[str]) -> str:
     kinds = (_EXTRA, _INDEX, f"shard (*{_SHARD})")
     there = (_EXTRA in names, _INDEX in names, any(name.endswith(_SHARD) for name in names))
     return next((kind for kind, found in zip(kinds, there, strict=True) if not found), "")
-
-
-def _tensors(policy: PolicyModel, optimizer: PolicyOptimizer) -> dict[str, Tensor]:
-    """By checkpoint key, sharing storage with the live ones: what is saved, and what is loaded into."""
-    parameters = {f"{_MODEL}{name}": parameter.detach() for name, parameter in hf_named_parameters(policy)}
-    return parameters | {f"optim.{name}": moment for name, moment in optimizer.named_state().items()}
 
 
 def _require_finite(tensors: dict[str, Tensor]) -> None:

@@ -1,7 +1,8 @@
 """The policy on the learner's side: a Hugging Face model that scores given tokens, sharded with FSDP2.
 
-Owns sharding and the forward pass; imports torch, transformers, config and weights. Invariant: parameters are fp32,
-dropout is off, attention is causal over right-padded rows without any mask, so what follows a token never changes it.
+Owns the forward pass, and how any model of the learner is loaded and sharded; imports torch, transformers, config and
+weights. Invariant: parameters are fp32, dropout is off, attention is causal over right-padded rows without any mask, so what
+follows a token never changes it.
 
 Shape legend: B rows, L columns, R tokens to score, H hidden size.
 """
@@ -9,6 +10,7 @@ Shape legend: B rows, L columns, R tokens to score, H hidden size.
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 import transformers
@@ -21,25 +23,15 @@ from async_rl.learner import LearnerError
 from async_rl.learner.logprobs import token_logprobs
 from async_rl.weights.pretrained import load_whole
 
-_HF = "hf."  # where the Hugging Face model sits within PolicyModel
+_HF = "hf."  # where the Hugging Face model sits within a DecoderModel
 
 
-class PolicyModel(nn.Module):
-    """Scores tokens under `hf` without ever holding their vocabulary-wide logits."""
+class DecoderModel(nn.Module):
+    """A Hugging Face model and what reads its hidden states: what the policy and the critic have in common."""
 
-    def __init__(self, hf: transformers.PreTrainedModel, chunk_tokens: int) -> None:
+    def __init__(self, hf: transformers.PreTrainedModel) -> None:
         super().__init__()
         self.hf = hf.eval()  # dropout off; gradients do not depend on the mode (BR-033)
-        self.chunk_tokens = chunk_tokens
-
-    def forward(
-        self, ids_BL: torch.Tensor, rows_R: torch.Tensor, cols_R: torch.Tensor, targets_R: torch.Tensor, temperature: float
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(logp_R, entropy_R), fp32: of targets_R given the tokens of row rows_R up to and with column cols_R."""
-        hidden_BLH = self.hf.get_decoder()(input_ids=ids_BL, use_cache=False).last_hidden_state
-        head = self.hf.get_output_embeddings()
-        assert isinstance(head, nn.Linear)
-        return token_logprobs(hidden_BLH[rows_R, cols_R], head.weight, targets_R, temperature, self.chunk_tokens)
 
     @property
     def vocab_size(self) -> int:
@@ -63,17 +55,33 @@ class PolicyModel(nn.Module):
             self.set_requires_gradient_sync(on)
 
 
+Model = TypeVar("Model", bound=DecoderModel)
+
+
+class PolicyModel(DecoderModel):
+    """Scores tokens under `hf` without ever holding their vocabulary-wide logits."""
+
+    def __init__(self, hf: transformers.PreTrainedModel, chunk_tokens: int) -> None:
+        super().__init__(hf)
+        self.chunk_tokens = chunk_tokens
+
+    def forward(
+        self, ids_BL: torch.Tensor, rows_R: torch.Tensor, cols_R: torch.Tensor, targets_R: torch.Tensor, temperature: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(logp_R, entropy_R), fp32: of targets_R given the tokens of row rows_R up to and with column cols_R."""
+        hidden_BLH = self.hf.get_decoder()(input_ids=ids_BL, use_cache=False).last_hidden_state
+        head = self.hf.get_output_embeddings()
+        assert isinstance(head, nn.Linear)
+        return token_logprobs(hidden_BLH[rows_R, cols_R], head.weight, targets_R, temperature, self.chunk_tokens)
+
+
 def load_policy(config: Config, device: torch.device, mesh: DeviceMesh | None) -> PolicyModel:
     """The policy at `model.path`, on every rank alike; `mesh` None leaves it whole, 2-D means HSDP (replicate, shard).
 
     Raises ConfigError when the model cannot be loaded whole, LearnerError when it is too short or is not scored rightly.
     """
     hf = load_hf(config.model)
-    longest = getattr(hf.config.get_text_config(), "max_position_embeddings", None)
-    if longest is not None and longest < config.model.max_model_len:
-        raise LearnerError(
-            f"model.max_model_len is {config.model.max_model_len}, but {config.model.path} knows {longest} positions: lower it"
-        )
+    check_positions(hf, config.model)
     policy = PolicyModel(hf, config.learner.logprob_chunk_tokens)
     _check_scoring(policy, config.model.path)
     return shard(policy, device, mesh)
@@ -88,42 +96,47 @@ def make_mesh(config: LearnerConfig, device: torch.device) -> DeviceMesh:
     )
 
 
-def shard(policy: PolicyModel, device: torch.device, mesh: DeviceMesh | None) -> PolicyModel:
+def shard(model: Model, device: torch.device, mesh: DeviceMesh | None) -> Model:
     """Move to the device and split over the mesh: every decoder layer by itself, the rest as the root."""
     if mesh is None:
-        return policy.to(device)
+        return model.to(device)
     mixed = MixedPrecisionPolicy()
     if device.type == "cuda":
         mixed = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    names = set(policy.hf._no_split_modules or ())
-    for layer in [m for m in policy.hf.modules() if type(m).__name__ in names]:
+    names = set(model.hf._no_split_modules or ())
+    for layer in [m for m in model.hf.modules() if type(m).__name__ in names]:
         fully_shard(layer, mesh=mesh, mp_policy=mixed)
     # The output embeddings are used after the decoder returns and again first in backward: keep them gathered.
-    fully_shard(policy, mesh=mesh, mp_policy=mixed, reshard_after_forward=False)
-    return policy
+    fully_shard(model, mesh=mesh, mp_policy=mixed, reshard_after_forward=False)
+    return model
 
 
-def hf_named_parameters(policy: PolicyModel) -> list[tuple[str, nn.Parameter]]:
+def hf_named_parameters(model: DecoderModel) -> list[tuple[str, nn.Parameter]]:
     """(Hugging Face name, parameter) in the model's order, tied weights once; DTensors when sharded."""
-    policy.at_rest()
-    return [(name.removeprefix(_HF), parameter) for name, parameter in policy.named_parameters()]
+    model.at_rest()
+    return [(name.removeprefix(_HF), parameter) for name, parameter in model.named_parameters()]
 
 
-def load_hf(config: ModelConfig) -> transformers.PreTrainedModel:
-    """The Hugging Face model at `model.path`, whole, float32, on the CPU. Raises ConfigError or LearnerError."""
+def load_hf(config: ModelConfig, key: str = "model.path") -> transformers.PreTrainedModel:
+    """The Hugging Face model at `config.path`, whole, float32, on the CPU. Raises ConfigError or LearnerError, naming `key`."""
     path = Path(config.path)
     # "models/mine" may also be a hub name: it is a path if its first part is a folder here.
     local = path.is_absolute() or config.path.startswith(".") or Path(path.parts[0]).is_dir()
     if local and not (path / "config.json").is_file():
-        raise LearnerError(
-            f"model.path is {config.path}, where there is no config.json: give the folder of a Hugging Face model"
-        )
-    hf = load_whole(config, dtype=torch.float32, attn_implementation="sdpa")
+        raise LearnerError(f"{key} is {config.path}, where there is no config.json: give the folder of a Hugging Face model")
+    hf = load_whole(config, key, dtype=torch.float32, attn_implementation="sdpa")
     if not isinstance(hf.get_output_embeddings(), nn.Linear):
-        raise LearnerError(
-            f"model.path is {config.path}, a {type(hf).__name__} without a linear output layer to score tokens with"
-        )
+        raise LearnerError(f"{key} is {config.path}, a {type(hf).__name__} without a linear output layer to score tokens with")
     return hf
+
+
+def check_positions(hf: transformers.PreTrainedModel, config: ModelConfig, key: str = "model.path") -> None:
+    """Raises LearnerError for a model that cannot see a whole answer."""
+    longest = getattr(hf.config.get_text_config(), "max_position_embeddings", None)
+    if longest is not None and longest < config.max_model_len:
+        raise LearnerError(
+            f"model.max_model_len is {config.max_model_len}, but {config.path} ({key}) knows {longest} positions: lower it"
+        )
 
 
 def _check_scoring(policy: PolicyModel, path: str) -> None:

@@ -1,4 +1,4 @@
-"""What every learner rank holds: its share of the model, and the collectives it takes part in.
+"""What every learner rank holds: its share of the models, and the collectives it takes part in.
 
 Owns the order in which the parts are built. Invariant: every method here is called on all ranks alike.
 """
@@ -6,16 +6,20 @@ Owns the order in which the parts are built. Invariant: every method here is cal
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
-from async_rl.learner.checkpoint import Checkpointer
+from async_rl.learner.checkpoint import Checkpointer, policy_tensors
 from async_rl.learner.commands import Code, Commands
 from async_rl.learner.failure import RunStopped
 from async_rl.learner.model import PolicyModel
-from async_rl.learner.optim import PolicyOptimizer
+from async_rl.learner.optim import Optimizer
 from async_rl.learner.scatter import scatter_batch
 from async_rl.learner.step import PolicyUpdate
+from async_rl.learner.value_update import ValueUpdate
 from async_rl.types import Batch
 from async_rl.weights.source import WeightSource
 
@@ -23,12 +27,14 @@ from async_rl.weights.source import WeightSource
 @dataclass
 class Rank:
     policy: PolicyModel
-    optimizer: PolicyOptimizer
+    optimizer: Optimizer
     update: PolicyUpdate
     source: WeightSource
     commands: Commands
     checkpointer: Checkpointer
+    mesh: DeviceMesh  # what the models are sharded over
     group: dist.ProcessGroup  # gloo, of all learner ranks
+    value_update: ValueUpdate | None = None  # the critic, while the run trains one
 
     def scatter(self, batch: Batch | None) -> Batch:
         """Rank 0's batch, on every rank."""
@@ -36,7 +42,12 @@ class Rank:
 
     def save(self, version: int, state: bytes | None) -> None:
         """Raises CheckpointError on all ranks alike."""
-        self.checkpointer.save(version, self.policy, self.optimizer, state)
+        self.checkpointer.save(version, self._tensors(), state)
+
+    def load(self, checkpoint: Path) -> bytes | None:
+        """Fill the models, their optimizers and the RNG; returns the state that rank 0 saved. Raises CheckpointError."""
+        self.policy.at_rest()
+        return self.checkpointer.load(checkpoint, self._tensors())
 
     def follow_gathers(self) -> None:
         """Other ranks, within a step: gather with rank 0 until it says PROCEED."""
@@ -48,3 +59,7 @@ class Rank:
                 return
             else:
                 raise RunStopped(0, f"rank 0 ended the run within a step ({code.name})")
+
+    def _tensors(self) -> dict[str, Tensor]:
+        critic = self.value_update.tensors() if self.value_update else {}
+        return policy_tensors(self.optimizer) | critic

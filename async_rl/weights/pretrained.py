@@ -1,4 +1,4 @@
-"""The Hugging Face model at `model.path`, whole or not at all.
+"""The Hugging Face model of a folder or hub name, whole or not at all; `key` is the one that names it to the user.
 
 Imports transformers and config; only torch and transformers read weights here. Invariant: no tensor of a model that is handed
 out, or found whole, is made up: transformers and vLLM both fill what a folder lacks with whatever was there.
@@ -13,13 +13,13 @@ import transformers
 from async_rl.config import ConfigError, ModelConfig
 
 
-def load_whole(config: ModelConfig, **options: Any) -> transformers.PreTrainedModel:
+def load_whole(config: ModelConfig, key: str = "model.path", **options: Any) -> transformers.PreTrainedModel:
     """The model with every tensor that its architecture has; `options` go to `from_pretrained`. Raises ConfigError."""
     try:
         model, found = _load(config, **options)
     except Exception as e:  # the hub client, the file formats, a config's own checks and remote code share no base class
-        raise ConfigError(f"model.path is {config.path}, which cannot be loaded: {_one_line(e)}") from None
-    _refuse_parts(config.path, found)
+        raise ConfigError(f"{key} is {config.path}, which cannot be loaded: {_one_line(e)}") from None
+    _refuse_parts(key, config.path, found)
     return model
 
 
@@ -29,7 +29,7 @@ def check_whole(config: ModelConfig) -> None:
         _, found = _load(config, device_map="meta")
     except Exception:  # what transformers cannot load, vLLM may; and it says by itself when it cannot
         return
-    _refuse_parts(config.path, found)
+    _refuse_parts("model.path", config.path, found)
 
 
 def _load(config: ModelConfig, **options: Any) -> tuple[transformers.PreTrainedModel, dict[str, Any]]:
@@ -50,17 +50,17 @@ def _load(config: ModelConfig, **options: Any) -> tuple[transformers.PreTrainedM
         logging.set_verbosity(before)
 
 
-def _refuse_parts(path: str, found: dict[str, Any]) -> None:
+def _refuse_parts(key: str, path: str, found: dict[str, Any]) -> None:
     """Tied weights are not among the missing: transformers knows where they come from."""
     if missing := sorted(found["missing_keys"]):
         raise ConfigError(
-            f"model.path is {path}, whose files lack {len(missing)} of the tensors that its config.json asks for, "
+            f"{key} is {path}, whose files lack {len(missing)} of the tensors that its config.json asks for, "
             f"{missing[0]} first: give a whole copy of the model"
         )
     if mismatched := sorted(found["mismatched_keys"], key=lambda entry: str(entry[0])):
         name, held, wanted = mismatched[0]
         raise ConfigError(
-            f"model.path is {path}, where {len(mismatched)} tensors have another shape than its config.json asks for, "
+            f"{key} is {path}, where {len(mismatched)} tensors have another shape than its config.json asks for, "
             f"{name} first, {tuple(held)} instead of {tuple(wanted)}: give a whole copy of the model"
         )
 
