@@ -20,7 +20,7 @@ from .ledger_samples import make_prompt, make_trajectory
 def _record(group_id: int, trajectories: list[Trajectory]) -> Record:
     prompt, attempt = make_prompt(group_id), Attempt(1, 0)
     group = Group(group_id, attempt, "train", "r#1", prompt.token_ids, tuple(trajectories))
-    return Record(group_id, prompt, attempt, attempt, born=0, payload=group)
+    return Record(group_id, prompt, attempt, attempt, born=0, size=len(group.trajectories), payload=group)
 
 
 def _answers(rewards: list[float], num_tokens: int = 3) -> list[Trajectory]:
