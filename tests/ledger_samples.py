@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import msgpack
 import numpy as np
 
 from async_rl.data.ledger import Ledger
-from async_rl.data.record import Record, Rules
+from async_rl.data.record import Deal, Record, Rules
 from async_rl.types import Attempt, Group, Prompt, Trajectory
 
 GROUP_BYTES = 100
@@ -34,10 +33,10 @@ def make_prompt(i: int) -> Prompt:
     return Prompt(f"p{i}", np.array([i, i + 1], np.int32), f"prompt {i}", {"answer": str(i)})
 
 
-def counter() -> Callable[[], Prompt]:
-    """Prompts p0, p1, ... for ever."""
+def counter(size: int = 2) -> Deal:
+    """Prompts p0, p1, ... for ever, with `size` answers each."""
     numbers = iter(range(1 << 30))
-    return lambda: make_prompt(next(numbers))
+    return lambda step: (make_prompt(next(numbers)), size)
 
 
 def make_trajectory(versions: list[int], incarnations: list[int] | int = 1, mask: list[bool] | None = None) -> Trajectory:
@@ -54,14 +53,14 @@ def make_trajectory(versions: list[int], incarnations: list[int] | int = 1, mask
 
 
 def make_group(record: Record, versions: list[int], incarnations: list[int] | int = 1, **changes: Any) -> Group:
-    """A delivery for this record's attempt: two siblings with tokens of these versions."""
+    """A delivery for this record's attempt: all siblings with tokens of these versions."""
     values: dict[str, Any] = {
         "group_id": record.group_id,
         "attempt": record.attempt,
         "split": "train",
         "rollout_id": record.rollout_id or "r0",
         "prompt_ids": record.prompt.token_ids,
-        "trajectories": (make_trajectory(versions, incarnations), make_trajectory(versions, incarnations)),
+        "trajectories": (make_trajectory(versions, incarnations),) * record.size,
     }
     return Group(**(values | changes))
 

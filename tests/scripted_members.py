@@ -22,7 +22,9 @@ from async_rl.config import Config, parse_config
 from async_rl.data.ledger import Ledger
 from async_rl.data.prompts import PromptStream
 from async_rl.learner.control import ControlPlane, Identity
+from async_rl.learner.dealer import Dealer
 from async_rl.learner.publish import Publisher
+from async_rl.learner.sizes import sizes_of
 from async_rl.transport.base import Delivered, Event, Peer, Said
 from async_rl.transport.messages import (
     PROTOCOL,
@@ -116,9 +118,10 @@ class Scene:
         self.weights = [("w", torch.arange(3000, dtype=torch.float32)), ("b", torch.ones(7))]
         self.source = WeightSource(self.weights, torch.float32, self.config.weights.bucket_bytes)
         prompts = PromptStream([make_prompt(i) for i in range(50)], seed=0)
+        dealer = Dealer(prompts, sizes_of(self.config), self.config.algorithm.has_greedy)
         rules = make_rules(groups_per_step=2, max_staleness=1, num_steps=10, max_group_bytes=self.config.max_group_bytes)
         self.ledger = Ledger(rules, 1, 0)
-        self.control = ControlPlane(self.config, self.hub, self.ledger, prompts, IDENTITY, 0, 1000, self.notices.append)
+        self.control = ControlPlane(self.config, self.hub, self.ledger, dealer, IDENTITY, 0, 1000, self.notices.append)
         self.publisher = Publisher(self.control, self.source, "gloo", 0)
         self._closed = threading.Event()
         self._trainer = threading.Thread(target=self._hand_over, daemon=True)

@@ -170,6 +170,12 @@ def test_a_long_error_is_cut_at_a_character_and_the_header_stays_within_its_allo
     assert decode_group(frames).trajectories[0].error == "é" * (MAX_ERROR_BYTES // 2)
 
 
+def test_a_lease_says_over_the_wire_whether_its_last_answer_is_greedy() -> None:
+    assert not make_lease().greedy
+    for greedy in (False, True):
+        assert decode(encode(make_lease(greedy=greedy))) == make_lease(greedy=greedy)
+
+
 def test_decoding_copies_no_array() -> None:
     frames = encode_group(make_group(lengths=(500, 700)))
     got = decode_group(frames)

@@ -167,3 +167,10 @@ def test_an_address_that_stands_for_all_is_refused_whatever_is_allowed():
 def test_a_folder_is_no_config_file(tmp_path):
     with pytest.raises(ConfigError, match="is no regular file"):
         load_config(tmp_path)
+
+
+def test_minibatches_are_counted_against_the_step_that_takes_the_fewest_groups():
+    sizes = {"groups_per_step": 8, "algorithm": {"num_minibatches": 4}}
+    assert parse_config(SMALL | sizes | {"group_size_end": 4}).algorithm.num_minibatches == 4
+    with pytest.raises(ConfigError, match="num_minibatches is 4, more than the 2 groups of a step"):
+        parse_config(SMALL | sizes | {"group_size_end": 8})

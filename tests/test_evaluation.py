@@ -127,7 +127,7 @@ def test_an_evaluation_of_nothing_is_an_error():
     [([5, 5], 1, True), ([5, 6], 1, False), ([4], 1, False), ([5, 5], [1, 2], False), ([], 1, True)],
 )
 def test_pinned_means_that_every_sampled_token_is_of_the_named_weights(versions, incarnations, expected):
-    record = Record(1 << 62, PROMPTS[0], Attempt(1, 0), Attempt(1, 0), 0)
+    record = Record(1 << 62, PROMPTS[0], Attempt(1, 0), Attempt(1, 0), born=0, size=2)
     group = make_group(record, versions, incarnations, split="eval")
     assert sampled_by(group, WeightName(1, 5)) is expected
     observed = dataclasses.replace(group, trajectories=(make_trajectory([4, 5], mask=[False, True]),))

@@ -6,12 +6,14 @@ import json
 import socket
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from async_rl.config import ConfigError, DataConfig, parse_config
 from async_rl.launcher import preflight
 from async_rl.launcher.hub import why_no_hub
+from async_rl.launcher.plan import Machine, make_plan
 from async_rl.launcher.rewards import check_reward
 
 
@@ -121,3 +123,20 @@ def test_a_name_that_is_no_folder_and_cannot_be_looked_up_is_refused_at_once(
     assert why_no_hub("org/name") == ""
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     assert "HF_HUB_OFFLINE" in why_no_hub("exp_bestt")
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({}, "8 prompts x 4 answers, 4 steps"),
+        ({"group_size_end": 16}, "8 prompts x 4 answers, in the end 2 x 16, 4 steps"),
+        ({"adaptive_group_sizes": [2, 12]}, "8 prompts x 4 answers (2 to 12, by prompt), 4 steps"),
+        ({"algorithm": {"advantage": "remax"}}, "8 prompts x 4 answers and a greedy one, 4 steps"),
+    ],
+)
+def test_the_summary_says_how_many_answers_a_step_has(tmp_path: Path, changes: dict[str, Any], says: str) -> None:
+    tree = {"num_steps": 4, "groups_per_step": 8, "group_size": 4, "model": {"path": "org/name"}}
+    config = parse_config(tree | changes)
+    machine = Machine((0, 1), (), {})
+    rows = preflight.summary(config, make_plan(config, tmp_path, machine), machine, tmp_path).splitlines()
+    assert [row.split(maxsplit=1)[1] for row in rows if row.split()[0] == "batch"] == [says]

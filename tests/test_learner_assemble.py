@@ -22,7 +22,7 @@ from .ledger_samples import make_prompt, make_trajectory
 def _record(group_id: int, trajectories: list[Trajectory]) -> Record:
     prompt, attempt = make_prompt(group_id), Attempt(1, 0)
     group = Group(group_id, attempt, "train", "r#1", prompt.token_ids, tuple(trajectories))
-    return Record(group_id, prompt, attempt, attempt, born=0, payload=group)
+    return Record(group_id, prompt, attempt, attempt, born=0, size=len(group.trajectories), payload=group)
 
 
 def _assembled(records: list[Record], version: int, algorithm: dict[str, Any] | None = None, **top: Any):

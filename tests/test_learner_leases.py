@@ -8,7 +8,9 @@ import numpy as np
 
 from async_rl.data.ledger import Ledger
 from async_rl.data.prompts import PromptStream
+from async_rl.learner.dealer import Dealer
 from async_rl.learner.leases import training_lease
+from async_rl.learner.sizes import BySchedule
 from async_rl.rollout.scheduler import sample_seed
 from async_rl.rollout.toy_engine import Script, ToyEngine
 from async_rl.transport.codec import decode_group, encode_group
@@ -24,7 +26,8 @@ CONFIG = make_config()
 def leases_of_a_run(num_steps: int = 60) -> list[tuple[str, Lease]]:
     """(rollout, lease) of two rollouts over many epochs of 4 prompts; one leaves, leases expire, the learner restarts."""
     rules = make_rules(num_steps=num_steps, max_attempts=50)
-    ledger, prompts = Ledger(rules, 1, 0), PromptStream([make_prompt(i) for i in range(4)], seed=0)
+    ledger = Ledger(rules, 1, 0)
+    dealer = Dealer(PromptStream([make_prompt(i) for i in range(4)], seed=0), BySchedule(CONFIG), greedy=False)
     given: list[tuple[str, Lease]] = []
     version = 0
     for turn in range(4 * num_steps):
@@ -39,7 +42,7 @@ def leases_of_a_run(num_steps: int = 60) -> list[tuple[str, Lease]]:
         for rollout_id in ("a#1", "b#2"):
             ledger.committed(rollout_id, version)
         while True:
-            granted = [(i, ledger.grant(i, prompts.next, now)) for i in ("a#1", "b#2")]
+            granted = [(i, ledger.grant(i, dealer.deal, now)) for i in ("a#1", "b#2")]
             records += [(i, record) for i, record in granted if record is not None]
             if not any(record for _, record in granted):
                 break
@@ -71,10 +74,23 @@ def test_another_seed_of_the_run_gives_other_seeds_to_the_same_groups():
     first = {lease.seed for _, lease in leases_of_a_run(10)}
     record = Ledger(make_rules(), 1, 0)
     record.committed("a#1", 0)
-    granted = record.grant("a#1", lambda: make_prompt(0), 0.0)
+    granted = record.grant("a#1", lambda step: (make_prompt(0), 2), 0.0)
     assert granted is not None
     assert training_lease(CONFIG, granted).seed in first
     assert training_lease(make_config(seed=1), granted).seed not in first
+
+
+def test_a_lease_asks_for_the_answers_of_its_record_at_every_attempt():
+    ledger = Ledger(make_rules(), 1, 0)
+    ledger.committed("a#1", 0)
+    first = ledger.grant("a#1", lambda step: (make_prompt(0), 5), 0.0)
+    assert first is not None
+    plain, remax = training_lease(CONFIG, first), training_lease(make_config(algorithm={"advantage": "remax"}), first)
+    assert (plain.num_samples, plain.greedy, remax.num_samples, remax.greedy) == (5, False, 5, True)
+    assert remax.temperature == plain.temperature == CONFIG.rollout.temperature
+    ledger.expire(1000.0)
+    again = ledger.grant("a#1", lambda step: (make_prompt(1), 7), 0.0)
+    assert again is not None and again.attempt.n == 1 and training_lease(CONFIG, again).num_samples == 5
 
 
 async def test_two_rollouts_answer_the_same_prompt_differently():

@@ -27,10 +27,11 @@ class FakeLedger:
 class Sifted:
     """A screen, what it said, and groups with the given errors for it."""
 
-    def __init__(self) -> None:
+    def __init__(self, **algorithm: Any) -> None:
         self.notices: list[str] = []
         self.events: Counter[str] = Counter()
-        self.screen = Screen(make_config(), 1000, cast(Any, FakeLedger()), self.events, self.notices.append)
+        config = make_config(algorithm=algorithm)
+        self.screen = Screen(config, 1000, cast(Any, FakeLedger()), self.events, self.notices.append)
 
     def sift(self, *errors: str) -> None:
         answer = make_trajectory([0])
@@ -71,3 +72,18 @@ def test_the_kinds_are_bounded_and_none_is_lost() -> None:
         sifted.sift(f"E{n}: x", f"E{n}: x")
     assert len(sifted.screen.invalid) == MAX_KINDS
     assert sifted.screen.invalid["other"] == 2 * (40 - MAX_KINDS + 1) and sifted.screen.invalid.total() == 80
+
+
+@pytest.mark.parametrize(
+    ("advantage", "usable", "useless"),
+    [
+        ("grpo", [("", ""), ("", "", "E: x")], [("",), ("", "E: x")]),
+        ("remax", [("", ""), ("", "E: x", "")], [("", "E: x"), ("E: x", "")]),  # the last one is the greedy one
+        ("reinforce_pp", [("",), ("", "E: x")], [("E: x",)]),
+    ],
+)
+def test_a_group_is_dropped_when_no_answer_has_what_it_is_compared_with(advantage: str, usable, useless) -> None:
+    for errors, dropped in [(errors, 0) for errors in usable] + [(errors, 1) for errors in useless]:
+        sifted = Sifted(advantage=advantage)
+        sifted.sift(*errors)
+        assert sifted.events["groups_dropped_unscorable"] == dropped, errors

@@ -263,7 +263,7 @@ def test_lag_is_taken_from_the_oldest_sampled_token():
     deliver(ledger, records[1])
     step(ledger)
     observed = make_trajectory([0, 1], mask=[False, True])
-    assert ledger.accept(make_group(records[0], [], trajectories=(observed,)), 60, 0.0).outcome == "accepted"
+    assert ledger.accept(make_group(records[0], [], trajectories=(observed, observed)), 60, 0.0).outcome == "accepted"
     assert step(ledger)[0].lag == 0, "a token that nobody sampled has no age"
     mixed = make_group(records[2], [], trajectories=(make_trajectory([2, 2]), make_trajectory([0, 1, 2])))
     assert ledger.accept(mixed, 60, 0.0).outcome == "accepted"
@@ -303,13 +303,13 @@ def test_the_end_drops_everything_that_is_out():
 def test_a_prompt_stream_that_raises_changes_nothing():
     ledger = started()
 
-    def broken():
+    def broken(step):
         raise OSError("no more prompts")
 
     with pytest.raises(OSError, match="no more prompts"):
         ledger.grant(ROLLOUT, broken, 0.0)
     assert ledger.outstanding == 0 and ledger.books()["groups"]["granted"] == 0 and ledger.books()["balanced"]
-    assert fill(ledger, lambda: make_prompt(1))[0].group_id == 0
+    assert fill(ledger, lambda step: (make_prompt(1), 2))[0].group_id == 0
 
 
 def test_a_caller_that_breaks_the_protocol_is_told_so():

@@ -14,8 +14,10 @@ from dataclasses import dataclass, field
 
 import pytest
 
+from async_rl.algorithms.schedules import group_size_at, num_prompts
 from async_rl.data.ledger import Ledger
 from async_rl.data.record import Record
+from async_rl.types import Prompt
 from tests.ledger_samples import counter, make_group, make_rules
 
 NUM_SLOTS = 6
@@ -31,7 +33,8 @@ class Rollout:
 
 @dataclass
 class Simulation:
-    """One learner and three rollouts over the real ledger; `filtered` is the share of groups without signal."""
+    """One learner and three rollouts over the real ledger; `filtered` is the share of groups without signal. `sizes` are
+    groups per step, `answers` those of a group that is dealt for a step."""
 
     seed: int
     staleness: int
@@ -39,11 +42,13 @@ class Simulation:
     sizes: list[int]
     filtered: float
     death_s: float | None = None  # the fastest rollout dies then
+    answers: Callable[[int], int] = lambda step: 2
     events: list[tuple[float, int, Callable[[], None]]] = field(default_factory=list)
     lags: Counter[int] = field(default_factory=Counter)
     now: float = 0.0
     busy: bool = False
     num_filtered: int = 0
+    batches: list[list[int]] = field(default_factory=list)  # for each step, the sizes of the groups that it took
 
     def __post_init__(self) -> None:
         self.rng = random.Random(self.seed)
@@ -58,6 +63,7 @@ class Simulation:
         )
         self.ledger = Ledger(rules, 1)
         self.prompts = counter()
+        self.batch: list[int] = []
         self.rollouts = [Rollout(f"r{i}", speed) for i, speed in enumerate((1.0, 0.5, 0.2))]
 
     def run(self) -> None:
@@ -75,11 +81,14 @@ class Simulation:
     def later(self, delay_s: float, act: Callable[[], None]) -> None:
         heapq.heappush(self.events, (self.now + delay_s, self.rng.getrandbits(60), act))
 
+    def deal(self, step: int) -> tuple[Prompt, int]:
+        return self.prompts(step)[0], self.answers(step)
+
     def turn(self) -> None:
         """What the learner does after every event: grant what it may, train when it can."""
         ledger = self.ledger
         for rollout in self.rollouts:
-            while rollout.held < NUM_SLOTS and (record := ledger.grant(rollout.name, self.prompts, self.now)):
+            while rollout.held < NUM_SLOTS and (record := ledger.grant(rollout.name, self.deal, self.now)):
                 rollout.held += 1
                 self.work(rollout, record)
         if self.busy or ledger.version == len(self.sizes):
@@ -89,6 +98,7 @@ class Simulation:
         if batch is not None:
             self.busy = True
             self.lags.update(record.lag for record in batch)
+            self.batch = [record.size for record in batch]
             ids = [record.group_id for record in batch]
             self.later(self.rng.uniform(0.5, 1.5), lambda: self.trained(ids))
 
@@ -116,6 +126,7 @@ class Simulation:
             return
         version = self.ledger.version + 1
         self.ledger.trained(ids, version)
+        self.batches.append(self.batch)
         for rollout in self.rollouts:
             self.later(self.rng.uniform(0.1, 1.0), lambda r=rollout: self.committed(r, version))
 
@@ -161,6 +172,23 @@ def test_with_long_tails_and_waiting_the_run_ends_and_lag_keeps_its_bound(seed: 
 def test_any_schedule_of_group_counts_ends(sizes: list[int]):
     simulation = finished(Simulation(3, 3, "wait", sizes, 0.3))
     assert max(simulation.lags) <= 3
+
+
+@pytest.mark.parametrize("ends", [(4, 16), (16, 4)])
+@pytest.mark.parametrize("staleness", [0, 3])
+def test_a_group_size_on_its_way_keeps_the_answers_of_each_step(staleness: int, ends: tuple[int, int]):
+    """With long tails, so groups arrive out of turn, and a rollout that dies; but nothing is filtered."""
+
+    def answers(step: int) -> int:
+        return group_size_at(step, 60, *ends)
+
+    sizes = [num_prompts(64, answers(step)) for step in range(60)]
+    simulation = finished(Simulation(7, staleness, "wait", sizes, 0.0, death_s=15.0, answers=answers))
+    own = [size == answers(step) for step, batch in enumerate(simulation.batches) for size in batch]
+    totals = [sum(batch) for batch in simulation.batches]
+    assert len(set(sizes)) == 3 and max(simulation.lags) <= staleness
+    assert totals == [64] * 60 if staleness == 0 else sum(own) > 0.97 * len(own) and totals.count(64) > 54
+    assert sum(totals) == pytest.approx(64 * 60, rel=0.01)
 
 
 def test_a_larger_bound_is_used_and_is_faster():

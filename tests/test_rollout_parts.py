@@ -195,6 +195,34 @@ async def test_a_greedy_lease_answers_alike() -> None:
     assert len({tuple(t.token_ids) for t in group.trajectories}) == 1
 
 
+class Recorder(ToyEngine):
+    """Remembers how each answer was asked for, in order of arrival."""
+
+    def __init__(self) -> None:
+        super().__init__({}, Script(), max_model_len=512, serving=V1)
+        self.asked: list[tuple[str, Sampling]] = []
+
+    async def generate(self, prompt_ids: np.ndarray, sampling: Sampling, request_id: str) -> Completion:
+        self.asked.append((request_id, sampling))
+        return await super().generate(prompt_ids, sampling, request_id)
+
+
+async def test_the_greedy_sibling_is_the_last_one_and_the_others_are_as_without_it() -> None:
+    engine = Recorder()
+    async with bench(engine) as b:
+        b.scheduler.lease(lease(0, num_samples=4, greedy=True))
+        b.scheduler.lease(lease(1, num_samples=3))
+        b.scheduler.lease(lease(2, num_samples=1, temperature=0.0))
+        groups = {g.group_id: g for g in await b.groups(3)}
+    greedy = [request_id for request_id, sampling in engine.asked if sampling.temperature == 0]
+    assert greedy == ["0.0.3.1", "2.0.0.1"], "group, attempt, sibling, turn"
+    assert all((sampling.seed is None) == (sampling.temperature == 0) for _, sampling in engine.asked)
+    answers = {i: [tuple(t.token_ids) for t in g.trajectories] for i, g in groups.items()}
+    assert answers[0] == answers[1] + answers[2]
+    last = groups[0].trajectories[-1]
+    assert np.isfinite(last.logprobs).all() and (last.logprobs <= 0).all() and last.mask.all() and last.reward == 1.0
+
+
 async def test_one_failing_sample_costs_itself_and_not_the_group() -> None:
     async with bench(toy(fault="raise", fault_requests=(2,))) as b:
         b.scheduler.lease(lease())

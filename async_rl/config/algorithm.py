@@ -166,5 +166,10 @@ class AlgorithmConfig(Section):
         )
 
     @property
+    def has_greedy(self) -> bool:
+        """Whether the last answer of each group is a greedy one, for the others to be compared with."""
+        return self.advantage == "remax"
+
+    @property
     def has_reference(self) -> bool:
         return self.kl.beta > 0 or self.kl.gate is not None

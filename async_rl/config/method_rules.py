@@ -25,6 +25,7 @@ def _advantages(c: Config) -> Rules:
     a, vtrace = c.algorithm, c.algorithm.advantage_options
     smallest = min(c.group_size, c.group_size_end or c.group_size, *(c.adaptive_group_sizes or (c.group_size,)))
     hybrid = a.advantage == "hybrid"
+    fewest = c.groups_per_step * c.group_size // max(c.group_size, c.group_size_end or 0)  # of any step
     return [
         (
             smallest < 2 and a.advantage in SIBLINGS,
@@ -68,8 +69,8 @@ def _advantages(c: Config) -> Rules:
             f"rollout.max_new_tokens={c.rollout.max_new_tokens}: lower it",
         ),
         (
-            a.num_minibatches > c.groups_per_step,
-            f"algorithm.num_minibatches is {a.num_minibatches}, more than groups_per_step={c.groups_per_step}",
+            a.num_minibatches > fewest,
+            f"algorithm.num_minibatches is {a.num_minibatches}, more than the {fewest} groups of a step (groups_per_step)",
         ),
         (
             a.zero_variance != "keep" and a.advantage not in SIBLINGS,

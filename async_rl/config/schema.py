@@ -224,9 +224,9 @@ class Config(Section):
 
     @property
     def largest_group(self) -> int:
-        """Most answers that any lease asks for; with remax one of them is the greedy one."""
+        """Most answers that any lease asks for, a greedy one included."""
         largest = max(self.group_size, self.group_size_end or 0, *(self.adaptive_group_sizes or (0,)))
-        return largest + (self.algorithm.advantage == "remax")
+        return largest + self.algorithm.has_greedy
 
     @property
     def most_groups(self) -> int:

@@ -1,8 +1,8 @@
 """The verdict on a delivered group.
 
 Owns the reasons for which a delivery is not accepted; changes nothing. Imports async_rl.data.{record,timeline}.
-Invariant: an accepted group was leased in the surviving timeline for this very prompt, and its tokens were sampled by
-weights of that timeline, none older than the group's birth.
+Invariant: an accepted group was leased in the surviving timeline for this very prompt and number of answers, and its tokens
+were sampled by weights of that timeline, none older than the group's birth.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ def judge(group: Group, fate: str | None, record: Record | None, timeline: Timel
     """`fate` and `record` are those of the group's id, `newest_version` the newest that this incarnation has made.
 
     duplicate: the group has delivered before (reason: what became of it). refused, by reason: not_for_training,
-    unknown_group, dropped (it ended without a delivery), cancelled, unknown_attempt, prompt_mismatch, lost_timeline,
-    unknown_version, older_than_lease.
+    unknown_group, dropped (it ended without a delivery), cancelled, unknown_attempt, prompt_mismatch, group_size,
+    lost_timeline, unknown_version, older_than_lease.
     """
     if group.split != "train":
         return Verdict("refused", "not_for_training")
@@ -41,6 +41,8 @@ def _objection(group: Group, record: Record, timeline: Timeline, newest_version:
         return "unknown_attempt"
     if not np.array_equal(group.prompt_ids, record.prompt.token_ids):
         return "prompt_mismatch"
+    if len(group.trajectories) != record.size:
+        return "group_size"
     span = timeline.span(group)
     if span.lost:
         return "lost_timeline"

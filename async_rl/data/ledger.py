@@ -14,7 +14,7 @@ and the later ones have no place for more within the bound.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -23,6 +23,7 @@ from async_rl.data.judge import judge
 from async_rl.data.lookahead import overdue
 from async_rl.data.quorum import Quorum
 from async_rl.data.record import (
+    Deal,
     Decode,
     DropReason,
     Encode,
@@ -36,7 +37,7 @@ from async_rl.data.record import (
 )
 from async_rl.data.shelves import Shelves
 from async_rl.data.timeline import Timeline
-from async_rl.types import Attempt, Group, Prompt
+from async_rl.types import Attempt, Group
 
 WAITING, LEASED, READY, TAKEN = State.WAITING, State.LEASED, State.READY, State.TAKEN
 
@@ -82,15 +83,13 @@ class Ledger:
 
     # Grants
 
-    def grant(
-        self, rollout_id: str, next_prompt: Callable[[], Prompt], now: float, timeout_s: float | None = None
-    ) -> Record | None:
-        """Lease a group to this rollout: one that waits, else a new one from `next_prompt` if the window and the byte
-        budget have room. None: not now. The deadline is `timeout_s` from now, at most `lease_timeout_s`."""
+    def grant(self, rollout_id: str, deal: Deal, now: float, timeout_s: float | None = None) -> Record | None:
+        """Lease a group to this rollout: one that waits, else a new one from `deal` if the window and the byte budget have
+        room. None: not now. The deadline is `timeout_s` from now, at most `lease_timeout_s`."""
         born = self._quorum.released
         if self.ended or born is None or not self._quorum.may_lease(rollout_id):
             return None
-        record = self._shelves.oldest(WAITING) or self._new_group(next_prompt, born)
+        record = self._shelves.oldest(WAITING) or self._new_group(deal, born)
         if record is None:
             return None
         if record.reborn:
@@ -317,11 +316,15 @@ class Ledger:
         released = -1 if self._quorum.released is None else self._quorum.released
         self._unreleased = {made: num for made, num in self._unreleased.items() if made > released}
 
-    def _new_group(self, next_prompt: Callable[[], Prompt], born: int) -> Record | None:
+    def _new_group(self, deal: Deal, born: int) -> Record | None:
+        """A new group is the youngest, and steps take the oldest first: all untaken ones go before it, and so it is dealt for
+        the step that they leave it to. Around a change of size some still come to another: those that arrive before an
+        older one, and those behind one that is dropped."""
         if self.room < 1:
             return None
-        prompt, first = next_prompt(), Attempt(self.incarnation, 0)
-        record = Record(self._books.open(), prompt, first, first, born)
+        first = Attempt(self.incarnation, 0)
+        prompt, size = deal(self.rules.step_of(self._shelves.count(WAITING, LEASED, READY), self._next_step))
+        record = Record(self._books.open(), prompt, first, first, born, size)
         self._shelves.add(record)
         return record
 

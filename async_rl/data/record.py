@@ -21,6 +21,7 @@ DROP_REASONS: tuple[DropReason, ...] = get_args(DropReason)
 
 Encode = Callable[[Group], list[Any]]  # frames: bytes or memoryviews
 Decode = Callable[[list[bytes]], Group]
+Deal = Callable[[int], tuple[Prompt, int]]  # step that will take the group -> its prompt, and how many answers it gets
 
 
 class LedgerError(Exception):
@@ -54,6 +55,14 @@ class Rules:
         """Groups that the steps first..last (inclusive) take, of those steps the run still has."""
         return sum(self.groups_per_step(k) for k in range(max(first, 0), min(last, self.num_steps - 1) + 1))
 
+    def step_of(self, place: int, first: int) -> int:
+        """The step that takes the untaken group with `place` others ahead of it, when the steps from `first` on take them in
+        order. Within the run for a place within the window."""
+        while place >= self.groups_per_step(first):
+            place -= self.groups_per_step(first)
+            first += 1
+        return first
+
 
 class Verdict(NamedTuple):
     """The final word on one delivery. `cancel` names a lease (rollout, attempt) that it made pointless."""
@@ -76,6 +85,7 @@ class Record:
     attempt: Attempt
     first_attempt: Attempt  # earlier ones were cancelled, or belong to no surviving timeline
     born: int
+    size: int  # siblings that every attempt must deliver, a greedy one included; decided at the first grant
     state: State = State.WAITING
     num_tries: int = 0  # attempts that ended without a result
     rollout_id: str | None = None
@@ -110,13 +120,13 @@ class Record:
 
 def pack_record(record: Record, encode: Encode) -> dict[str, Any]:
     """The record as msgpack-able data; the payload as the frames that `encode` makes of it."""
-    prompt = record.prompt
     return {
         "group_id": record.group_id,
-        "prompt": [prompt.prompt_id, np.asarray(prompt.token_ids, np.int32).tobytes(), prompt.text, prompt.fields],
+        "prompt": pack_prompt(record.prompt),
         "attempt": list(record.attempt),
         "first_attempt": list(record.first_attempt),
         "born": record.born,
+        "size": record.size,
         "state": record.state.value,
         "num_tries": record.num_tries,
         "num_bytes": record.num_bytes,
@@ -129,15 +139,22 @@ def pack_record(record: Record, encode: Encode) -> dict[str, Any]:
 
 def unpack_record(data: dict[str, Any], decode: Decode) -> Record:
     """The inverse of `pack_record`; which rollout held it, and until when, is forgotten."""
-    prompt_id, ids, text, fields = data["prompt"]
-    plain = {
-        k: data[k] for k in ("group_id", "born", "num_tries", "num_bytes", "num_tokens", "oldest_version", "taken_version")
-    }
+    numbers = ("group_id", "born", "size", "num_tries", "num_bytes", "num_tokens", "oldest_version", "taken_version")
     return Record(
-        prompt=Prompt(prompt_id, np.frombuffer(ids, np.int32), text, fields),
+        prompt=unpack_prompt(data["prompt"]),
         attempt=Attempt(*data["attempt"]),
         first_attempt=Attempt(*data["first_attempt"]),
         state=State(data["state"]),
         payload=None if data["payload"] is None else decode(data["payload"]),
-        **plain,
+        **{name: data[name] for name in numbers},
     )
+
+
+def pack_prompt(prompt: Prompt) -> list[Any]:
+    """The prompt as msgpack-able data."""
+    return [prompt.prompt_id, np.asarray(prompt.token_ids, np.int32).tobytes(), prompt.text, prompt.fields]
+
+
+def unpack_prompt(data: list[Any]) -> Prompt:
+    prompt_id, ids, text, fields = data
+    return Prompt(prompt_id, np.frombuffer(ids, np.int32), text, fields)

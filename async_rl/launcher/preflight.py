@@ -148,11 +148,19 @@ def summary(config: Config, plan: Plan, machine: Machine, run_dir: Path) -> str:
         ("learner", f"{learner}, {c.algorithm.advantage} + {c.algorithm.loss}, lr {c.learner.lr:g}"),
         *(("rollout", text) for text in rollouts),
         *(("memory", text) for text in _memory(config, plan, machine)),
-        ("batch", f"{c.groups_per_step} prompts x {c.group_size} answers, {c.num_steps} steps"),
+        ("batch", f"{_groups(c)}, {c.num_steps} steps"),
         ("staleness", f"at most {c.max_staleness} versions, on_stale={c.on_stale}, in-flight updates: {c.weights.in_flight}"),
         ("run_dir", str(run_dir)),
     ]
     return "\n".join(f"  {name:<10} {text}" for name, text in rows)
+
+
+def _groups(c: Config) -> str:
+    end, sizes = c.group_size_end, c.adaptive_group_sizes
+    later = f", in the end {c.groups_per_step * c.group_size // end} x {end}" if end else ""
+    range_ = f" ({sizes[0]} to {sizes[1]}, by prompt)" if sizes else ""
+    greedy = " and a greedy one" if c.algorithm.has_greedy else ""
+    return f"{c.groups_per_step} prompts x {c.group_size} answers{range_}{later}{greedy}"
 
 
 def _memory(config: Config, plan: Plan, machine: Machine) -> list[str]:

@@ -17,7 +17,8 @@ from typing import Literal
 from async_rl.config import Config
 from async_rl.data.evaluation import Evaluation, sampled_by
 from async_rl.data.ledger import Ledger
-from async_rl.data.prompts import PromptStream
+from async_rl.data.record import Record
+from async_rl.learner.dealer import Dealer
 from async_rl.learner.failure import RunFailed
 from async_rl.learner.leases import evaluation_lease, training_lease
 from async_rl.learner.members import Member, Members
@@ -65,13 +66,13 @@ class ControlPlane:
         config: Config,
         hub: Hub,
         ledger: Ledger,
-        prompts: PromptStream,
+        dealer: Dealer,
         identity: Identity,
         resumed_version: int,
         vocab_size: int,
         notice: Callable[[str], None],
     ) -> None:
-        self.config, self.hub, self.ledger, self.prompts = config, hub, ledger, prompts
+        self.config, self.hub, self.ledger, self.dealer = config, hub, ledger, dealer
         self.identity, self.resumed_version, self.notice = identity, resumed_version, notice
         self.changed = threading.Condition(threading.RLock())
         self.members = Members()
@@ -246,7 +247,7 @@ class ControlPlane:
         while candidates:
             for member in list(candidates):
                 full = len(member.held) >= member.num_slots
-                record = None if full else self.ledger.grant(member.rollout_id, self.prompts.next, now)
+                record = None if full else self.ledger.grant(member.rollout_id, self.dealer.deal, now)
                 if record is None:
                     candidates.remove(member)
                     continue
@@ -265,6 +266,13 @@ class ControlPlane:
         for lease in self.ledger.cancel_stale(version):
             self._cancel(lease.rollout_id, lease.group_id, lease.attempt, "too old")
             self.events["stale_cancelled"] += 1
+
+    def trained(self, records: list[Record], new_version: int) -> None:
+        """The taken batch made `new_version`. What it says of its prompts sizes their next groups."""
+        self.ledger.trained([record.group_id for record in records], new_version)
+        for record in records:
+            if record.payload is not None:
+                self.dealer.saw(record.prompt.prompt_id, self.screen.has_signal(record.payload))
 
     # ---- evaluation
 
@@ -354,7 +362,7 @@ class ControlPlane:
         """RunFailed when nothing can come any more: the IO thread died, rollouts are gone, or every answer fails."""
         if self.failure is not None:
             raise RunFailed(1, f"the learner's control thread died: {self.failure!r}")
-        limit = self.config.algorithm.max_refill * self.config.groups_per_step
+        limit = self.config.algorithm.max_refill * self.ledger.rules.groups_per_step(self.ledger.version)
         if self.screen.failed_in_a_row >= limit:
             what = f"all of the last {self.screen.failed_in_a_row} groups were unscorable"
             raise RunFailed(4, f"{what}, last error: {self.screen.last_error}")

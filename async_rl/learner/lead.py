@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -23,11 +24,13 @@ from async_rl.learner import LearnerError
 from async_rl.learner.best import Best
 from async_rl.learner.commands import Code
 from async_rl.learner.control import ControlPlane, Identity
+from async_rl.learner.dealer import Dealer
 from async_rl.learner.failure import RunFailed, RunStopped, lost_rank, tell
 from async_rl.learner.progress import Progress
 from async_rl.learner.publish import Publisher
 from async_rl.learner.rank import Rank
 from async_rl.learner.signals import Stop
+from async_rl.learner.sizes import groups_at, sizes_of
 from async_rl.learner.state import MAX_INCARNATION, State, pack_state
 from async_rl.learner.trainer import Trainer
 from async_rl.observability.files import replace_file
@@ -48,7 +51,7 @@ def lead(config: Config, folder: Path, rank: Rank, tasks: Tasks, state: State | 
     incarnation = next_incarnation(folder, state.incarnation if state else 0)
     identity = Identity(run_id, config.digest(), tokenizer_digest(config.model), incarnation)
     decode = decoder(load_tokenizer(config.model))
-    ledger, prompts = _data(config, tasks, incarnation, state)
+    ledger, dealer = _data(config, tasks, incarnation, state)
     progress = Progress(config, folder, incarnation, version if state else None, decode)  # from here on files change
     _announce(progress, tasks, identity, version, rank.checkpointer.skipped if state else None)
     if config.rollout.count == 0:
@@ -61,11 +64,11 @@ def lead(config: Config, folder: Path, rank: Rank, tasks: Tasks, state: State | 
         insecure=transport.insecure,
         heartbeat_timeout_s=transport.heartbeat_timeout_s,
     )
-    control = ControlPlane(config, hub, ledger, prompts, identity, version, rank.policy.vocab_size, progress.notice)
+    control = ControlPlane(config, hub, ledger, dealer, identity, version, rank.policy.vocab_size, progress.notice)
     publisher = Publisher(control, rank.source, weight_backend(config), version)
 
     def checkpoint_state() -> bytes:
-        return pack_state(trainer.version, prompts, ledger)
+        return pack_state(trainer.version, dealer, ledger)
 
     best = Best(rank.checkpointer.directory, version if state else None, progress.notice)
     trainer = Trainer(config, rank, control, publisher, progress, tasks.heldout, stop, version, checkpoint_state, best)
@@ -154,12 +157,12 @@ def _report(folder: Path, progress: Progress, result: dict[str, Any]) -> None:
         progress.notice(f"the report could not be written ({e.strerror}): `async-rl report {folder}` makes it again")
 
 
-def _data(config: Config, tasks: Tasks, incarnation: int, state: State | None) -> tuple[Ledger, PromptStream]:
+def _data(config: Config, tasks: Tasks, incarnation: int, state: State | None) -> tuple[Ledger, Dealer]:
     rules = Rules(
         max_staleness=config.max_staleness,
         on_stale=config.on_stale,
         num_steps=config.num_steps,
-        groups_per_step=lambda version: config.groups_per_step,
+        groups_per_step=partial(groups_at, config),
         max_attempts=config.rollout.max_attempts,
         lease_timeout_s=config.rollout.lease_timeout_s,
         max_buffered_bytes=config.transport.max_buffered_bytes,
@@ -167,10 +170,10 @@ def _data(config: Config, tasks: Tasks, incarnation: int, state: State | None) -
         max_refill=config.algorithm.max_refill,
     )
     ledger = Ledger(rules, incarnation, state.version if state else 0)
-    prompts = PromptStream(tasks.train, config.seed)
+    dealer = Dealer(PromptStream(tasks.train, config.seed), sizes_of(config), config.algorithm.has_greedy)
     if state:
-        state.restore(prompts, ledger)
-    return ledger, prompts
+        state.restore(dealer, ledger)
+    return ledger, dealer
 
 
 def _announce(progress: Progress, tasks: Tasks, identity: Identity, version: int, skipped: list[str] | None) -> None:

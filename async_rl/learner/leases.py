@@ -14,7 +14,7 @@ from async_rl.types import Prompt, Split, WeightName
 
 
 def training_lease(config: Config, record: Record) -> Lease:
-    """One group of `group_size` answers at the sampling temperature."""
+    """One group at the sampling temperature, with as many answers as its record says at every attempt."""
     born = WeightName(record.attempt.incarnation, record.born)
     return _lease(
         config,
@@ -23,8 +23,9 @@ def training_lease(config: Config, record: Record) -> Lease:
         "train",
         record.prompt,
         born,
-        num_samples=config.group_size,
+        num_samples=record.size,
         temperature=config.rollout.temperature,
+        greedy=config.algorithm.has_greedy,
         timeout_s=config.rollout.lease_timeout_s,
     )
 
@@ -46,6 +47,7 @@ def _lease(
     num_samples: int,
     temperature: float,
     timeout_s: float,
+    greedy: bool = False,
 ) -> Lease:
     room = config.model.max_model_len - len(prompt.token_ids)
     return Lease(
@@ -60,6 +62,7 @@ def _lease(
         num_samples=num_samples,
         max_new_tokens=min(config.rollout.max_new_tokens, room),
         temperature=temperature,
+        greedy=greedy,
         stop=list(config.rollout.stop),
         seed=_seed(config.seed, group_id, attempt),
         timeout_s=timeout_s,

@@ -12,6 +12,7 @@ from collections.abc import Callable
 
 from async_rl.algorithms import filters
 from async_rl.config import Config
+from async_rl.config.method_rules import SIBLINGS
 from async_rl.data.ledger import Ledger
 from async_rl.types import Group
 
@@ -32,8 +33,6 @@ class Screen:
 
     def unfit(self, group: Group) -> str:
         """What no honest rollout would send, whoever sends it: the reason to refuse it, or ""."""
-        if len(group.trajectories) != self.config.group_size:
-            return "group_size"
         if any(t.num_tokens > self.config.rollout.max_new_tokens for t in group.trajectories):
             return "too_long"
         if any(int(t.token_ids.max(initial=0)) >= self.vocab_size for t in group.trajectories):
@@ -43,20 +42,30 @@ class Screen:
     def sift(self, group: Group) -> None:
         """Drop an accepted group at once when no batch can use it, so that its slot is free again."""
         reasons = [filters.valid(t) for t in group.trajectories]
-        rewards = [t.reward for t, why in zip(group.trajectories, reasons, strict=True) if not why]
         for trajectory, why in zip(group.trajectories, reasons, strict=True):
             if why:
                 self._count(why, trajectory.error)
         self._notice_rarely()
-        if len(rewards) < 2:
+        if not self._usable([not why for why in reasons]):
             self.ledger.drop([group.group_id], "failed")
             self.events["groups_dropped_unscorable"] += 1
             self.failed_in_a_row += 1
             return
         self.failed_in_a_row = 0
-        refill = self.config.algorithm.zero_variance == "refill" and filters.zero_variance(rewards)
+        refill = self.config.algorithm.zero_variance == "refill" and not self.has_signal(group)
         if refill and self.ledger.may_filter():
             self.ledger.drop([group.group_id], "filtered")
+
+    def has_signal(self, group: Group) -> bool:
+        """Whether the rewards of its sampled answers differ."""
+        sampled = group.trajectories[:-1] if self.config.algorithm.has_greedy else group.trajectories
+        return not filters.zero_variance([t.reward for t in sampled if not filters.valid(t)])
+
+    def _usable(self, valid: list[bool]) -> bool:
+        """Whether any answer has what the advantage compares it with: the greedy one, a sibling, or nothing."""
+        if self.config.algorithm.has_greedy:
+            return valid[-1] and any(valid[:-1])
+        return sum(valid) >= (2 if self.config.algorithm.advantage in SIBLINGS else 1)
 
     def _count(self, why: str, error: str) -> None:
         """By the type of the exception where there was one."""

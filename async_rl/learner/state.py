@@ -1,4 +1,4 @@
-"""Rank 0's part of a checkpoint: the version, where the prompt stream stands, and the ledger.
+"""Rank 0's part of a checkpoint: the version, what the dealer hands out next, and the ledger.
 
 Owns its form in bytes. Invariant: whatever the bytes hold, what comes of them is a whole state or one sentence.
 """
@@ -14,9 +14,9 @@ from typing import Any
 import msgpack
 
 from async_rl.data.ledger import Ledger
-from async_rl.data.prompts import PromptStream
 from async_rl.data.record import LedgerError
 from async_rl.learner import LearnerError
+from async_rl.learner.dealer import Dealer
 from async_rl.transport.codec import BadMessage, decode_group, encode_group
 
 MAX_INCARNATION = 2**31 - 1  # the wire has four bytes for that of a token
@@ -27,13 +27,13 @@ class State:
     checkpoint: Path
     version: int
     incarnation: int  # that saved it
-    prompts: dict[str, Any]
+    dealer: dict[str, Any]
     ledger: dict[str, Any]
 
-    def restore(self, prompts: PromptStream, ledger: Ledger) -> None:
+    def restore(self, dealer: Dealer, ledger: Ledger) -> None:
         """Both go on where they were. Raises LearnerError, or PromptError when it is of other prompts."""
         with _damage_told(self.checkpoint):
-            prompts.load_state_dict(self.prompts)
+            dealer.load_state_dict(self.dealer)
             try:
                 ledger.load_state_dict(self.ledger, decode_group)
             except BadMessage as e:
@@ -43,8 +43,8 @@ class State:
                 ) from None
 
 
-def pack_state(version: int, prompts: PromptStream, ledger: Ledger) -> bytes:
-    packed = msgpack.packb({"version": version, "prompts": prompts.state_dict(), "ledger": ledger.state_dict(encode_group)})
+def pack_state(version: int, dealer: Dealer, ledger: Ledger) -> bytes:
+    packed = msgpack.packb({"version": version, "dealer": dealer.state_dict(), "ledger": ledger.state_dict(encode_group)})
     assert packed is not None
     return packed
 
@@ -56,7 +56,7 @@ def unpack_state(packed: bytes, checkpoint: Path) -> State:
         version, incarnation = held["version"], held["ledger"]["resumes"][-1][0]
         if not (isinstance(version, int) and isinstance(incarnation, int) and 0 < incarnation < MAX_INCARNATION):
             raise ValueError(f"version {version!r} of incarnation {incarnation!r}")
-        return State(checkpoint, version, incarnation, dict(held["prompts"]), held["ledger"])
+        return State(checkpoint, version, incarnation, dict(held["dealer"]), held["ledger"])
 
 
 @contextmanager

@@ -94,7 +94,7 @@ class Trainer:
         """The oldest groups the staleness rule lets this version have."""
         with self.control.changed:
             self.control.cancel_stale(self.version)
-        what = f"{self.config.groups_per_step} groups for version {self.version + 1}"
+        what = f"{self.control.ledger.rules.groups_per_step(self.version)} groups for version {self.version + 1}"
         started = time.monotonic()
         records = self._wait(lambda: self.control.ledger.take(self.version), what, self._why_no_batch)
         self.progress.waited("batch", time.monotonic() - started)
@@ -106,13 +106,12 @@ class Trainer:
         self.commands.issue(Code.STEP, self.version)
         batch = self.rank.scatter(batch)
         report = self.rank.update.run(batch, self.version, boundary=self._boundary, before_update=self._before_update)
-        ids = [record.group_id for record in records]
         with self.control.changed:
             if report.skipped:
-                self.control.ledger.drop(ids, "skipped")
+                self.control.ledger.drop([record.group_id for record in records], "skipped")
             else:
                 self.version += 1
-                self.control.ledger.trained(ids, self.version)
+                self.control.trained(records, self.version)
             self.publisher.end_update(self.version)
         self.skipped_in_a_row = self.skipped_in_a_row + 1 if report.skipped else 0
         metrics |= report.metrics

@@ -148,8 +148,9 @@ class Scheduler:
     async def _sample(self, job: _Job, index: int) -> Trajectory:
         lease = job.lease
         prompt = Prompt(lease.prompt_id, np.asarray(lease.prompt_ids, dtype=np.int32), lease.text, lease.fields)
-        seed = sample_seed(lease.seed, index) if lease.temperature > 0 else None
-        sampling = Sampling(lease.max_new_tokens, lease.temperature, tuple(lease.stop), seed)
+        temperature = 0.0 if lease.greedy and index == lease.num_samples - 1 else lease.temperature
+        seed = sample_seed(lease.seed, index) if temperature > 0 else None
+        sampling = Sampling(lease.max_new_tokens, temperature, tuple(lease.stop), seed)
         turn = 0
 
         async def generate(prompt_ids: np.ndarray, sampling: Sampling) -> Completion:

@@ -12,7 +12,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, FailFast, Field, Typ
 
 from async_rl.types import Split
 
-PROTOCOL = 2
+PROTOCOL = 3
 NAME = r"^[\w.-]{1,64}$"  # of a rollout
 
 Count = Annotated[int, Field(ge=0, lt=2**63)]
@@ -70,6 +70,7 @@ class Lease(Message):
     num_samples: Annotated[int, Field(ge=1, le=65536)]
     max_new_tokens: Annotated[int, Field(ge=1)]
     temperature: Annotated[float, Field(ge=0)]
+    greedy: bool = False  # the last of the `num_samples` is at temperature 0, for the others to be compared with
     stop: Annotated[list[str], FailFast()] = []
     seed: Count
     timeout_s: float
