@@ -17,6 +17,7 @@ from async_rl.data.ledger import Ledger
 from async_rl.data.prompts import PromptStream
 from async_rl.learner import LearnerError
 from async_rl.learner.failure import RunFailed, tell
+from async_rl.learner.gate import Gate
 from async_rl.learner.lead import _finish, next_incarnation
 from async_rl.learner.progress import Progress
 from async_rl.learner.state import pack_state, unpack_state
@@ -31,6 +32,10 @@ PROMPTS = [make_prompt(n) for n in range(3)]
 
 def ledger_of(incarnation: int) -> Ledger:
     return Ledger(make_rules(), incarnation, 0)
+
+
+def gate_of() -> Gate:
+    return Gate(make_config().algorithm.kl)
 
 
 def test_each_life_counts_one_more_than_the_last(tmp_path: Path) -> None:
@@ -66,21 +71,25 @@ def test_a_lost_count_of_lives_is_known_from_the_checkpoint_and_the_metrics(tmp_
 def test_a_state_goes_through_its_bytes(tmp_path: Path) -> None:
     prompts, ledger = PromptStream(PROMPTS, 0), ledger_of(1)
     prompts.next()
-    state = unpack_state(pack_state(0, prompts, ledger), tmp_path)
+    state = unpack_state(pack_state(0, prompts, ledger, gate_of()), tmp_path)
     assert (state.version, state.incarnation) == (0, 1)
     again = PromptStream(PROMPTS, 0)
-    state.restore(again, ledger_of(2))
+    state.restore(again, ledger_of(2), gate_of())
     assert again.num_drawn == 1
 
 
-@pytest.mark.parametrize("damage", ["cut", "no map", "no ledger", "no version", "incarnation", "records", "prompts", "life"])
+@pytest.mark.parametrize(
+    "damage", ["cut", "no map", "no ledger", "no version", "no gate", "gate", "incarnation", "records", "prompts", "life"]
+)
 def test_whatever_a_damaged_state_holds_is_one_sentence(tmp_path: Path, damage: str) -> None:
-    packed = pack_state(0, PromptStream(PROMPTS, 0), ledger_of(1))
+    packed = pack_state(0, PromptStream(PROMPTS, 0), ledger_of(1), gate_of())
     held = msgpack.unpackb(packed, strict_map_key=False)
     if damage == "incarnation":
         held["ledger"]["resumes"][-1][0] = 2**40
     elif damage == "records":
         held["ledger"]["records"] = [7]
+    elif damage == "gate":
+        held["gate"]["sound"] = ["newest"]
     elif damage == "prompts":
         del held["prompts"]["digest"]
     elif damage.startswith("no ") and damage != "no map":
@@ -88,7 +97,7 @@ def test_whatever_a_damaged_state_holds_is_one_sentence(tmp_path: Path, damage: 
     content: bytes = {"cut": packed[:-3], "no map": b"\x91\x01"}.get(damage) or msgpack.packb(held) or b""
     life = {"life": 1, "incarnation": 2**40 + 1}.get(damage, 2)  # that of the ledger it is to be loaded into
     with pytest.raises(LearnerError, match=r"the state in checkpoint \S+ cannot be read \(.*\): remove that folder"):
-        unpack_state(content, tmp_path).restore(PromptStream(PROMPTS, 0), ledger_of(life))
+        unpack_state(content, tmp_path).restore(PromptStream(PROMPTS, 0), ledger_of(life), gate_of())
 
 
 def progress_of(folder: Path, resume_step: int | None) -> Progress:

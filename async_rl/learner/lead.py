@@ -24,6 +24,7 @@ from async_rl.learner.best import Best
 from async_rl.learner.commands import Code
 from async_rl.learner.control import ControlPlane, Identity
 from async_rl.learner.failure import RunFailed, RunStopped, lost_rank, tell
+from async_rl.learner.gate import Gate
 from async_rl.learner.progress import Progress
 from async_rl.learner.publish import Publisher
 from async_rl.learner.rank import Rank
@@ -48,7 +49,7 @@ def lead(config: Config, folder: Path, rank: Rank, tasks: Tasks, state: State | 
     incarnation = next_incarnation(folder, state.incarnation if state else 0)
     identity = Identity(run_id, config.digest(), tokenizer_digest(config.model), incarnation)
     decode = decoder(load_tokenizer(config.model))
-    ledger, prompts = _data(config, tasks, incarnation, state)
+    ledger, prompts, gate = _data(config, tasks, incarnation, state)
     progress = Progress(config, folder, incarnation, version if state else None, decode)  # from here on files change
     _announce(progress, tasks, identity, version, rank.checkpointer.skipped if state else None)
     if config.rollout.count == 0:
@@ -65,10 +66,10 @@ def lead(config: Config, folder: Path, rank: Rank, tasks: Tasks, state: State | 
     publisher = Publisher(control, rank.source, weight_backend(config), version)
 
     def checkpoint_state() -> bytes:
-        return pack_state(trainer.version, prompts, ledger)
+        return pack_state(trainer.version, prompts, ledger, gate)
 
     best = Best(rank.checkpointer.directory, version if state else None, progress.notice)
-    trainer = Trainer(config, rank, control, publisher, progress, tasks.heldout, stop, version, checkpoint_state, best)
+    trainer = Trainer(config, rank, control, publisher, progress, tasks.heldout, stop, version, checkpoint_state, best, gate)
     trainer.saved = version if state else -1
     stop.remember()
     control.start()
@@ -154,7 +155,7 @@ def _report(folder: Path, progress: Progress, result: dict[str, Any]) -> None:
         progress.notice(f"the report could not be written ({e.strerror}): `async-rl report {folder}` makes it again")
 
 
-def _data(config: Config, tasks: Tasks, incarnation: int, state: State | None) -> tuple[Ledger, PromptStream]:
+def _data(config: Config, tasks: Tasks, incarnation: int, state: State | None) -> tuple[Ledger, PromptStream, Gate]:
     rules = Rules(
         max_staleness=config.max_staleness,
         on_stale=config.on_stale,
@@ -167,10 +168,10 @@ def _data(config: Config, tasks: Tasks, incarnation: int, state: State | None) -
         max_refill=config.algorithm.max_refill,
     )
     ledger = Ledger(rules, incarnation, state.version if state else 0)
-    prompts = PromptStream(tasks.train, config.seed)
+    prompts, gate = PromptStream(tasks.train, config.seed), Gate(config.algorithm.kl)
     if state:
-        state.restore(prompts, ledger)
-    return ledger, prompts
+        state.restore(prompts, ledger, gate)
+    return ledger, prompts, gate
 
 
 def _announce(progress: Progress, tasks: Tasks, identity: Identity, version: int, skipped: list[str] | None) -> None:

@@ -9,12 +9,13 @@ from dataclasses import dataclass
 
 import torch.distributed as dist
 
-from async_rl.learner.checkpoint import Checkpointer
+from async_rl.learner.checkpoint import Checkpointer, step_folder
 from async_rl.learner.commands import Code, Commands
 from async_rl.learner.failure import RunStopped
 from async_rl.learner.model import PolicyModel
 from async_rl.learner.optim import PolicyOptimizer
 from async_rl.learner.scatter import scatter_batch
+from async_rl.learner.steering import Steering, share_steering
 from async_rl.learner.step import PolicyUpdate
 from async_rl.types import Batch
 from async_rl.weights.source import WeightSource
@@ -34,9 +35,20 @@ class Rank:
         """Rank 0's batch, on every rank."""
         return scatter_batch(batch, self.group)
 
+    def steer(self, steering: Steering | None) -> Steering:
+        """Rank 0's steering, on every rank."""
+        return share_steering(steering, self.group)
+
     def save(self, version: int, state: bytes | None) -> None:
         """Raises CheckpointError on all ranks alike."""
         self.checkpointer.save(version, self.policy, self.optimizer, state)
+
+    def roll_back(self, version: int) -> None:
+        """Weights, moments and RNG are those of that version's checkpoint; the caller sees to it that nothing reads them.
+
+        Raises CheckpointError; what is in memory is of no use then.
+        """
+        self.checkpointer.load(step_folder(self.checkpointer.directory, version), self.policy, self.optimizer)
 
     def follow_gathers(self) -> None:
         """Other ranks, within a step: gather with rank 0 until it says PROCEED."""

@@ -1,4 +1,4 @@
-"""Rank 0's part of a checkpoint: the version, where the prompt stream stands, and the ledger.
+"""Rank 0's part of a checkpoint: the version, where the prompt stream stands, the ledger, and how training is steered.
 
 Owns its form in bytes. Invariant: whatever the bytes hold, what comes of them is a whole state or one sentence.
 """
@@ -17,6 +17,7 @@ from async_rl.data.ledger import Ledger
 from async_rl.data.prompts import PromptStream
 from async_rl.data.record import LedgerError
 from async_rl.learner import LearnerError
+from async_rl.learner.gate import Gate
 from async_rl.transport.codec import BadMessage, decode_group, encode_group
 
 MAX_INCARNATION = 2**31 - 1  # the wire has four bytes for that of a token
@@ -29,11 +30,14 @@ class State:
     incarnation: int  # that saved it
     prompts: dict[str, Any]
     ledger: dict[str, Any]
+    gate: dict[str, Any]
 
-    def restore(self, prompts: PromptStream, ledger: Ledger) -> None:
-        """Both go on where they were. Raises LearnerError, or PromptError when it is of other prompts."""
+    def restore(self, prompts: PromptStream, ledger: Ledger, gate: Gate) -> None:
+        """They go on where they were. Raises LearnerError, or PromptError when it is of other prompts."""
         with _damage_told(self.checkpoint):
             prompts.load_state_dict(self.prompts)
+            gate.load_state_dict(self.gate)
+            gate.saved(self.version)
             try:
                 ledger.load_state_dict(self.ledger, decode_group)
             except BadMessage as e:
@@ -43,8 +47,14 @@ class State:
                 ) from None
 
 
-def pack_state(version: int, prompts: PromptStream, ledger: Ledger) -> bytes:
-    packed = msgpack.packb({"version": version, "prompts": prompts.state_dict(), "ledger": ledger.state_dict(encode_group)})
+def pack_state(version: int, prompts: PromptStream, ledger: Ledger, gate: Gate) -> bytes:
+    held = {
+        "version": version,
+        "prompts": prompts.state_dict(),
+        "ledger": ledger.state_dict(encode_group),
+        "gate": gate.state_dict(),
+    }
+    packed = msgpack.packb(held)
     assert packed is not None
     return packed
 
@@ -56,7 +66,7 @@ def unpack_state(packed: bytes, checkpoint: Path) -> State:
         version, incarnation = held["version"], held["ledger"]["resumes"][-1][0]
         if not (isinstance(version, int) and isinstance(incarnation, int) and 0 < incarnation < MAX_INCARNATION):
             raise ValueError(f"version {version!r} of incarnation {incarnation!r}")
-        return State(checkpoint, version, incarnation, dict(held["prompts"]), held["ledger"])
+        return State(checkpoint, version, incarnation, dict(held["prompts"]), held["ledger"], held["gate"])
 
 
 @contextmanager
