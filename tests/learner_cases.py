@@ -17,7 +17,9 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from async_rl.config import Config, parse_config
 from async_rl.learner.model import PolicyModel, hf_named_parameters, shard
 from async_rl.learner.optim import Optimizer, num_optimizer_steps
+from async_rl.learner.steering import Steering
 from async_rl.learner.step import PolicyUpdate, StepReport
+from async_rl.learner.value_update import ValueUpdate
 from async_rl.types import Batch
 from async_rl.weights.manifest import Manifest
 
@@ -67,7 +69,9 @@ def make_batch(seed: int = 0, num_groups: int = 4, group_size: int = 4, masked_s
         prompt_lengths=prompts,
         response_lengths=responses,
         logp_behav=-rng.random(num_response).astype(np.float32) * 6,
-        advantages=np.repeat(rng.normal(size=n), responses).astype(np.float32),
+        rewards=rng.normal(size=n),
+        advantages=rng.normal(size=n),
+        truncated=np.arange(n) % 5 == 4,
         mask=rng.random(num_response) >= masked_share,
         lags=rng.integers(0, 3, num_response).astype(np.int32),
         group_ids=np.repeat(np.arange(num_groups, dtype=np.int64), group_size),
@@ -98,9 +102,15 @@ def on_policy(policy: PolicyModel, batch: Batch, temperature: float) -> Batch:
     return dataclasses.replace(batch, logp_behav=logp, lags=np.zeros_like(batch.lags))
 
 
-def make_update(config: Config, policy: PolicyModel, group: dist.ProcessGroup | None = None) -> tuple[PolicyUpdate, Optimizer]:
+def make_update(
+    config: Config,
+    policy: PolicyModel,
+    group: dist.ProcessGroup | None = None,
+    reference: PolicyModel | None = None,
+    critic: ValueUpdate | None = None,
+) -> tuple[PolicyUpdate, Optimizer]:
     optimizer = Optimizer(hf_named_parameters(policy), config.learner, config.learner.lr, num_optimizer_steps(config))
-    return PolicyUpdate(config, policy, optimizer, group), optimizer
+    return PolicyUpdate(config, policy, optimizer, group, reference, critic), optimizer
 
 
 def full(tensor: Tensor) -> Tensor:
@@ -120,7 +130,13 @@ def flat_bytes(tensors: dict[str, Tensor], manifest: Manifest) -> bytes:
 
 
 def gradients_of(
-    config: Config, policy: PolicyModel, batch: Batch, group: dist.ProcessGroup | None = None, boundary: Callable = lambda: None
+    config: Config,
+    policy: PolicyModel,
+    batch: Batch,
+    group: dist.ProcessGroup | None = None,
+    boundary: Callable = lambda: None,
+    reference: PolicyModel | None = None,
+    critic: ValueUpdate | None = None,
 ) -> tuple[dict[str, Tensor], StepReport]:
     """Clipped gradients of the (last) mini-batch, caught just before the update that uses them."""
     caught: dict[str, Tensor] = {}
@@ -130,7 +146,8 @@ def gradients_of(
             assert parameter.grad is not None, name
             caught[name] = full(parameter.grad)
 
-    report = make_update(config, policy, group)[0].run(batch, 0, boundary, catch)
+    update, _ = make_update(config, policy, group, reference, critic)
+    report = update.run(batch, 0, Steering(kl_beta=config.algorithm.kl.beta), boundary, catch)
     return caught, report
 
 

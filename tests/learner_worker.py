@@ -21,6 +21,7 @@ from async_rl.learner import checkpoint as checkpoint_module
 from async_rl.learner.checkpoint import Checkpointer, CheckpointError, policy_tensors
 from async_rl.learner.model import hf_named_parameters, make_mesh
 from async_rl.learner.scatter import scatter_batch
+from async_rl.learner.steering import Steering
 from async_rl.types import Batch
 from async_rl.weights.checksum import checksum
 from async_rl.weights.source import WeightSource
@@ -85,7 +86,7 @@ class Rank:
             assert all(isinstance(p, DTensor) for p in live.values())
             seen.append(float(sum(full(p).double().sum() for _, p in named)))
 
-        report = update.run(make_batch(seed=1), 0, boundary, no_op)
+        report = update.run(make_batch(seed=1), 0, Steering(), boundary, no_op)
         self.results["mini"] = {"metrics": report.metrics, "seen": seen, "weights": weights(policy)}
 
     def gathers(self) -> None:
@@ -93,7 +94,7 @@ class Rank:
         for name, mesh in (("flat", self.mesh), ("hybrid", self.hybrid)):
             policy = make_policy(mesh=mesh)
             update, _ = make_update(make_config(learner={"microbatch_tokens": 40}), policy, self.group)
-            update.run(make_batch(seed=0), 0, no_op, no_op)
+            update.run(make_batch(seed=0), 0, Steering(), no_op, no_op)
             source = WeightSource(hf_named_parameters(policy), torch.float32, 32 << 10, root=self.rank == 0)
             held, stream, at_boundaries = weights(policy), bytearray(), [0]
             left = list(range(len(source.manifest.buckets)))
@@ -109,7 +110,7 @@ class Rank:
                 count[0] += 1
                 gather(2)
 
-            update.run(make_batch(seed=1), 1, boundary, lambda gather=gather, left=left: gather(len(left)))
+            update.run(make_batch(seed=1), 1, Steering(), boundary, lambda gather=gather, left=left: gather(len(left)))
             equal = self.rank > 0 or (
                 bytes(stream) == flat_bytes(held, source.manifest) and source.checksum() == checksum(held.items())
             )
@@ -129,7 +130,7 @@ class Rank:
     def poisoned(self, kind: str, policy) -> dict[str, Any]:
         touched: list[int] = []
         update, optimizer = make_update(make_config(), policy, self.group)
-        update.run(make_batch(seed=1), 0, no_op, no_op)
+        update.run(make_batch(seed=1), 0, Steering(), no_op, no_op)
         before = state(policy, optimizer)
         forward = update._forward
 
@@ -141,7 +142,7 @@ class Rank:
             update._forward = spoiled
         if self.rank == 1 and kind == "gradient":
             policy.hf.get_submodule("model.norm").register_full_backward_hook(lambda m, i, o: (i[0] * torch.nan,))
-        report = update.run(make_batch(seed=1), 1, no_op, lambda: touched.append(1))
+        report = update.run(make_batch(seed=1), 1, Steering(), no_op, lambda: touched.append(1))
         after = state(policy, optimizer)
         same = all(torch.equal(after[name], value) for name, value in before.items())
         return {"skipped": report.skipped, "reason": report.reason, "same": same, "touched": touched}
@@ -159,7 +160,7 @@ class Rank:
         update, optimizer = make_update(make_config(), policy, self.group)
         checkpointer = Checkpointer(self.folder / "checkpoints", keep=2, group=self.group)
         for step in range(3):
-            update.run(make_batch(seed=step), step, no_op, no_op)
+            update.run(make_batch(seed=step), step, Steering(), no_op, no_op)
         saved = checkpointer.save(3, policy_tensors(optimizer), b"ledger" if self.rank == 0 else None)
         self.results["saved"] = state(policy, optimizer)
         self.failing_saves(checkpointer, policy, optimizer)
@@ -167,8 +168,8 @@ class Rank:
         assert checkpointer.latest_complete() == saved
         other, other_update, _ = self.loaded(saved, self.mesh)
         for step in range(3, 6):
-            a = update.run(make_batch(seed=step), step, no_op, no_op)
-            b = other_update.run(make_batch(seed=step), step, no_op, no_op)
+            a = update.run(make_batch(seed=step), step, Steering(), no_op, no_op)
+            b = other_update.run(make_batch(seed=step), step, Steering(), no_op, no_op)
             assert a == b
         assert all(torch.equal(value, weights(policy)[name]) for name, value in weights(other).items())
 
@@ -183,7 +184,7 @@ class Rank:
         """Those of a hybrid mesh, and of another number of ranks."""
         policy = make_policy(mesh=self.hybrid)
         update, optimizer = make_update(make_config(), policy, self.group)
-        update.run(make_batch(seed=0), 0, no_op, no_op)
+        update.run(make_batch(seed=0), 0, Steering(), no_op, no_op)
         checkpointer = Checkpointer(self.folder / "hybrid", keep=2, group=self.group)
         checkpointer.save(1, policy_tensors(optimizer), b"ledger" if self.rank == 0 else None)
         self.results["saved hybrid"] = state(policy, optimizer)
@@ -193,7 +194,7 @@ class Rank:
         assert saved is not None
         for name, mesh in (("flat", self.mesh), ("hybrid", self.hybrid)):
             _, update, held = self.loaded(saved, mesh)
-            assert not update.run(make_batch(seed=3), 3, no_op, no_op).skipped
+            assert not update.run(make_batch(seed=3), 3, Steering(), no_op, no_op).skipped
             self.results[f"loaded {name}"] = held
 
     def failing_saves(self, checkpointer: Checkpointer, policy, optimizer) -> None:

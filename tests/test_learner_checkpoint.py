@@ -19,6 +19,7 @@ from async_rl.learner import checkpoint as module
 from async_rl.learner.__main__ import _has_critic
 from async_rl.learner.checkpoint import Checkpointer, CheckpointError, policy_tensors, read_model
 from async_rl.learner.model import hf_named_parameters
+from async_rl.learner.steering import Steering
 from async_rl.observability import files
 
 from .critic_cases import critic_config, make_critic, make_value_update, targets
@@ -34,7 +35,7 @@ def start(seed: int = 0):
 
 
 def train(update, steps) -> list[dict[str, float]]:
-    return [update.run(make_batch(seed=100 + step), step, lambda: None, lambda: None).metrics for step in steps]
+    return [update.run(make_batch(seed=100 + step), step, Steering(), lambda: None, lambda: None).metrics for step in steps]
 
 
 def everything(optimizer) -> dict[str, torch.Tensor]:
@@ -277,7 +278,9 @@ def test_a_skipped_step_leaves_the_resumed_run_the_same(tmp_path):
     train(update, [0])
     before = everything(optimizer)
     batch = make_batch()
-    assert update.run(dataclasses.replace(batch, mask=np.zeros_like(batch.mask)), 1, lambda: None, lambda: None).skipped
+    assert update.run(
+        dataclasses.replace(batch, mask=np.zeros_like(batch.mask)), 1, Steering(), lambda: None, lambda: None
+    ).skipped
     assert_same(everything(optimizer), before)
 
 

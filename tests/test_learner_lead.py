@@ -18,10 +18,12 @@ from async_rl.data.prompts import PromptStream
 from async_rl.learner import LearnerError
 from async_rl.learner.dealer import Dealer
 from async_rl.learner.failure import RunFailed, tell
+from async_rl.learner.gate import Gate
 from async_rl.learner.lead import _finish, next_incarnation
 from async_rl.learner.progress import Progress
+from async_rl.learner.shaping import RewardShaping
 from async_rl.learner.sizes import sizes_of
-from async_rl.learner.state import pack_state, unpack_state
+from async_rl.learner.state import Kept, pack_state, unpack_state
 from async_rl.observability.log import setup_logging
 from async_rl.observability.sinks import read_run
 
@@ -29,6 +31,8 @@ from .learner_cases import make_config
 from .ledger_samples import make_prompt, make_rules
 
 PROMPTS = [make_prompt(n) for n in range(3)]
+DAMAGES = ["cut", "no map", "no ledger", "no version", "no dealer", "no gate", "no shaping"]
+DAMAGES += ["incarnation", "records", "dealer", "gate", "shaping", "life"]
 
 
 def dealer() -> Dealer:
@@ -37,6 +41,11 @@ def dealer() -> Dealer:
 
 def ledger_of(incarnation: int) -> Ledger:
     return Ledger(make_rules(), incarnation, 0)
+
+
+def kept_of(dealer: Dealer, ledger: Ledger) -> Kept:
+    algorithm = make_config({"advantage": "gae", "normalizer": "debiased_ema"}).algorithm
+    return Kept(dealer, ledger, Gate(algorithm.kl), RewardShaping(algorithm, 12))
 
 
 def test_each_life_counts_one_more_than_the_last(tmp_path: Path) -> None:
@@ -72,17 +81,15 @@ def test_a_lost_count_of_lives_is_known_from_the_checkpoint_and_the_metrics(tmp_
 def test_a_state_goes_through_its_bytes(tmp_path: Path) -> None:
     first, again, ledger = dealer(), dealer(), ledger_of(1)
     first.deal(0)
-    state = unpack_state(pack_state(0, first, ledger), tmp_path)
+    state = unpack_state(pack_state(0, kept_of(first, ledger)), tmp_path)
     assert (state.version, state.incarnation) == (0, 1)
-    state.restore(again, ledger_of(2))
+    state.restore(kept_of(again, ledger_of(2)))
     assert again.deal(0)[0].prompt_id == first.deal(0)[0].prompt_id != dealer().deal(0)[0].prompt_id
 
 
-@pytest.mark.parametrize(
-    "damage", ["cut", "no map", "no ledger", "no version", "no dealer", "incarnation", "records", "dealer", "life"]
-)
+@pytest.mark.parametrize("damage", DAMAGES)
 def test_whatever_a_damaged_state_holds_is_one_sentence(tmp_path: Path, damage: str) -> None:
-    packed = pack_state(0, dealer(), ledger_of(1))
+    packed = pack_state(0, kept_of(dealer(), ledger_of(1)))
     held = msgpack.unpackb(packed, strict_map_key=False)
     if damage == "incarnation":
         held["ledger"]["resumes"][-1][0] = 2**40
@@ -90,12 +97,16 @@ def test_whatever_a_damaged_state_holds_is_one_sentence(tmp_path: Path, damage: 
         held["ledger"]["records"] = [7]
     elif damage == "dealer":
         held["dealer"]["block"] = [7]
+    elif damage == "gate":
+        held["gate"]["sound"] = ["newest"]
+    elif damage == "shaping":
+        held["shaping"]["first"] = "much"
     elif damage.startswith("no ") and damage != "no map":
         del held[damage.removeprefix("no ")]
     content: bytes = {"cut": packed[:-3], "no map": b"\x91\x01"}.get(damage) or msgpack.packb(held) or b""
     life = {"life": 1, "incarnation": 2**40 + 1}.get(damage, 2)  # that of the ledger it is to be loaded into
     with pytest.raises(LearnerError, match=r"the state in checkpoint \S+ cannot be read \(.*\): remove that folder"):
-        unpack_state(content, tmp_path).restore(dealer(), ledger_of(life))
+        unpack_state(content, tmp_path).restore(kept_of(dealer(), ledger_of(life)))
 
 
 def progress_of(folder: Path, resume_step: int | None) -> Progress:

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from async_rl.learner.checkpoint import Checkpointer, policy_tensors
+from async_rl.learner.steering import Steering
 
 from .learner_cases import distance, gradients_of, make_batch, make_config, make_policy, make_update, weights
 from .learner_worker import BATCHES, MODES, no_op, state
@@ -66,7 +67,7 @@ def test_the_gradient_norm_is_global_and_clipping_brings_it_to_its_bound(found, 
 def test_mini_batches_update_as_on_one_rank_with_weights_at_rest_at_every_boundary(found):
     policy = make_policy()
     update, _ = make_update(make_config({"num_minibatches": 2}, {"microbatch_tokens": 40}), policy)
-    report = update.run(make_batch(seed=1), 0, no_op, no_op)
+    report = update.run(make_batch(seed=1), 0, Steering(), no_op, no_op)
     for results in (rank["mini"] for rank in found.ranks):
         assert results["metrics"]["ppo/first_minibatch_max_abs_log_r"] < 1e-6
         assert results["metrics"] == pytest.approx(report.metrics, rel=1e-3, abs=1e-5)
@@ -81,7 +82,7 @@ def test_weights_gathered_while_a_step_runs_are_whole_on_the_root_and_leave_the_
     policy = make_policy()
     update, _ = make_update(make_config(learner={"microbatch_tokens": 40}), policy)
     for step in range(2):
-        update.run(make_batch(seed=step), step, no_op, no_op)
+        update.run(make_batch(seed=step), step, Steering(), no_op, no_op)
     for results in (rank[f"gathers {mesh}"] for rank in found.ranks):
         assert results["equal"] and results["left"] == 0
         assert results["boundaries"] >= 2
@@ -107,7 +108,7 @@ def test_a_checkpoint_of_several_ranks_loads_whole_on_one_and_trains_on(found, n
     assert len(list(folder.glob("*.distcp"))) == len(found.ranks)
     assert checkpointer.load(folder, policy_tensors(optimizer)) == b"ledger"
     assert_equal(state(policy, optimizer), found.ranks[0][saved])
-    assert not update.run(make_batch(seed=step), step, no_op, no_op).skipped
+    assert not update.run(make_batch(seed=step), step, Steering(), no_op, no_op).skipped
 
 
 @pytest.mark.parametrize("mesh", ["flat", "hybrid"])

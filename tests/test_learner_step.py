@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from async_rl.algorithms.schedules import lr_at
+from async_rl.learner.steering import Steering
 from async_rl.types import Batch
 
 from .learner_cases import (
@@ -29,7 +30,11 @@ torch.set_num_threads(1)
 def naive_gradients(config, policy, batch, scale_of):
     """-sum(A logp scale) differentiated over all trajectories at once: the on-policy gradient."""
     mask = torch.from_numpy(batch.mask)
-    loss = -(naive_logprobs(policy, batch, config.rollout.temperature) * torch.from_numpy(batch.advantages) * scale_of)[mask]
+    loss = -(
+        naive_logprobs(policy, batch, config.rollout.temperature)
+        * torch.from_numpy(np.repeat(batch.advantages, batch.response_lengths)).float()
+        * scale_of
+    )[mask]
     names = [n.removeprefix("hf.") for n, _ in policy.named_parameters()]
     grads = torch.autograd.grad(loss.sum(), list(policy.parameters()))
     return dict(zip(names, grads, strict=True))
@@ -85,7 +90,6 @@ def test_what_stands_at_masked_tokens_does_not_matter_not_even_nan():
         spoiled = dataclasses.replace(
             batch,
             logp_behav=np.where(batch.mask, batch.logp_behav, np.float32(garbage)),
-            advantages=np.where(batch.mask, batch.advantages, np.float32(garbage)),
         )
         got, _ = gradients_of(make_config(), make_policy(), spoiled)
         assert all(torch.equal(got[name], expected[name]) for name in expected)
@@ -106,7 +110,7 @@ def test_the_importance_weight_is_truncated_and_multiplies_the_loss():
     stale = dataclasses.replace(batch, logp_behav=batch.logp_behav - np.float32(np.log(1.5)))
     far = dataclasses.replace(batch, logp_behav=batch.logp_behav - 5)
     plain, _ = gradients_of(config, make_policy(), batch)
-    for changed, weight in ((stale, 1.5), (far, config.algorithm.correction_cap)):
+    for changed, weight in ((stale, 1.5), (far, config.algorithm.correction_options["high"])):
         got, _ = gradients_of(config, make_policy(), changed)
         assert distance(got, {name: g * weight for name, g in plain.items()}) < 1e-4
 
@@ -125,15 +129,15 @@ def test_a_batch_without_trainable_token_is_skipped_and_changes_nothing():
 def test_a_step_that_is_not_finite_changes_neither_weights_nor_moments(poison):
     batch, policy = make_batch(), make_policy()
     update, optimizer = make_update(make_config(), policy)
-    update.run(batch, 0, lambda: None, lambda: None)
+    update.run(batch, 0, Steering(), lambda: None, lambda: None)
     before, moments = weights(policy), {k: v.clone() for k, v in optimizer.named_state().items()}
     if poison == "loss":
-        batch = dataclasses.replace(batch, advantages=np.where(np.arange(len(batch.mask)) == 7, np.nan, batch.advantages))
-        batch = dataclasses.replace(batch, advantages=batch.advantages.astype(np.float32), mask=np.ones_like(batch.mask))
+        poisoned = np.where(np.arange(len(batch.advantages)) == 7, np.nan, batch.advantages)
+        batch = dataclasses.replace(batch, advantages=poisoned, mask=np.ones_like(batch.mask))
     else:
         policy.hf.get_submodule("model.norm").register_full_backward_hook(lambda m, i, o: (i[0] * torch.nan,))
     touched = []
-    report = update.run(batch, 1, lambda: None, lambda: touched.append(1))
+    report = update.run(batch, 1, Steering(), lambda: None, lambda: touched.append(1))
     assert report.skipped and f"{poison}" in report.reason and "not finite on 1 of 1 ranks" in report.reason
     assert not touched and not report.metrics
     assert all(torch.equal(value, before[name]) for name, value in weights(policy).items())
@@ -145,7 +149,7 @@ def test_with_two_mini_batches_the_first_has_ratio_one_and_both_update():
     config, policy = make_config({"num_minibatches": 2}), make_policy()
     update, optimizer = make_update(config, policy)
     boundaries, updates = [], []
-    report = update.run(make_batch(), 3, lambda: boundaries.append(1), lambda: updates.append(1))
+    report = update.run(make_batch(), 3, Steering(), lambda: boundaries.append(1), lambda: updates.append(1))
     assert len(updates) == 2 and len(boundaries) % 2 == 0
     assert report.metrics["ppo/first_minibatch_max_abs_log_r"] < 1e-6
     assert report.metrics["ppo/max_abs_log_r"] > 1e-4  # the second is past an update

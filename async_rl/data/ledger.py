@@ -219,6 +219,11 @@ class Ledger:
 
     # What it says
 
+    @property
+    def unleased(self) -> list[int]:
+        """Ids of the unfinished groups that no rollout is at work on."""
+        return [group_id for group_id, record in self._shelves.records.items() if record.state is not LEASED]
+
     def oldest_lease(self, now: float) -> tuple[Record, float] | None:
         """The lease that has run longest, and for how many seconds."""
         record = min(self._shelves.of(LEASED).values(), key=lambda r: (r.leased_s, r.group_id), default=None)

@@ -32,7 +32,7 @@ from async_rl.learner.signals import Stop
 from async_rl.learner.state import unpack_state
 from async_rl.learner.step import PolicyUpdate
 from async_rl.learner.trainer import follow
-from async_rl.learner.value_update import make_value_update, trains_critic
+from async_rl.learner.value_update import trains_critic
 from async_rl.observability.log import setup_logging
 from async_rl.observability.process import die_with_parent
 from async_rl.transport.base import TransportError
@@ -56,7 +56,7 @@ def main(run_dir: str) -> int:
         rank = _build(config, folder, device)
         checkpoint = rank.checkpointer.latest_complete() if config.checkpoint.resume else None
         if _has_critic(config, checkpoint):
-            rank.value_update = make_value_update(config, device, rank.mesh, rank.group)
+            rank.make_critic()
         packed = rank.load(checkpoint) if checkpoint else None
         if tasks is not None:
             state = unpack_state(packed, checkpoint) if packed is not None and checkpoint else None
@@ -108,6 +108,7 @@ def _build(config: Config, folder: Path, device: torch.device) -> Rank:
     torch.manual_seed(config.seed)
     mesh = make_mesh(config.learner, device)
     policy = load_policy(config, device, mesh)
+    reference = load_policy(config, device, mesh) if config.algorithm.has_reference else None
     named = hf_named_parameters(policy)
     optimizer = Optimizer(named, config.learner, config.learner.lr, num_optimizer_steps(config))
     group = dist.new_group(backend="gloo", timeout=timedelta(seconds=config.learner.step_timeout_s))
@@ -117,7 +118,7 @@ def _build(config: Config, folder: Path, device: torch.device) -> Rank:
     return Rank(
         policy=policy,
         optimizer=optimizer,
-        update=PolicyUpdate(config, policy, optimizer, group),
+        update=PolicyUpdate(config, policy, optimizer, group, reference),
         source=WeightSource(named, dtype, config.weights.bucket_bytes, root=dist.get_rank() == 0, device=place),
         commands=Commands(group),
         checkpointer=Checkpointer(folder / "checkpoints", config.checkpoint.keep, group),

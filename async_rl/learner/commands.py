@@ -16,12 +16,13 @@ IDLE_S = 5.0
 
 
 class Code(IntEnum):
-    STEP = 1  # a batch follows
+    STEP = 1  # a batch and its steering follow
     GATHER = 2  # argument: bucket
     PROCEED = 3  # gathers of this boundary are over
     SAVE = 4  # argument: step
     IDLE = 5
     END = 6
+    ROLL_BACK = 7  # argument: version of the checkpoint
 
 
 class Command(NamedTuple):

@@ -81,6 +81,7 @@ class ControlPlane:
         self.events: Counter[str] = Counter()  # joins, expulsions, unscorable groups, ...: what the metrics report
         self.screen = Screen(config, vocab_size, ledger, self.events, notice)
         self.failure: BaseException | None = None
+        self.admitting = True  # False: no new training lease (a pause by the KL gate)
         self._alone_since = time.monotonic()
         self._ever_live = False
         self._last_beat = 0.0
@@ -243,7 +244,7 @@ class ControlPlane:
 
     def _grant(self, now: float) -> None:
         """One lease to each member in turn while slots and admission allow: leases follow the free slots."""
-        candidates = [m for m in self.members if m.live]
+        candidates = [m for m in self.members if m.live and self.admitting]
         while candidates:
             for member in list(candidates):
                 full = len(member.held) >= member.num_slots

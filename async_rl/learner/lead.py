@@ -26,13 +26,16 @@ from async_rl.learner.commands import Code
 from async_rl.learner.control import ControlPlane, Identity
 from async_rl.learner.dealer import Dealer
 from async_rl.learner.failure import RunFailed, RunStopped, lost_rank, tell
+from async_rl.learner.gate import Gate
 from async_rl.learner.progress import Progress
 from async_rl.learner.publish import Publisher
 from async_rl.learner.rank import Rank
+from async_rl.learner.shaping import RewardShaping
 from async_rl.learner.signals import Stop
 from async_rl.learner.sizes import groups_at, sizes_of
-from async_rl.learner.state import MAX_INCARNATION, State, pack_state
+from async_rl.learner.state import MAX_INCARNATION, Kept, State, pack_state
 from async_rl.learner.trainer import Trainer
+from async_rl.learner.value_update import ValueUpdate
 from async_rl.observability.files import replace_file
 from async_rl.observability.log import get_logger
 from async_rl.observability.report import write_report
@@ -51,9 +54,10 @@ def lead(config: Config, folder: Path, rank: Rank, tasks: Tasks, state: State | 
     incarnation = next_incarnation(folder, state.incarnation if state else 0)
     identity = Identity(run_id, config.digest(), tokenizer_digest(config.model), incarnation)
     decode = decoder(load_tokenizer(config.model))
-    ledger, dealer = _data(config, tasks, incarnation, state)
+    kept = _kept(config, tasks, incarnation, state)
+    dealer, ledger = kept.dealer, kept.ledger
     progress = Progress(config, folder, incarnation, version if state else None, decode)  # from here on files change
-    _announce(progress, tasks, identity, version, rank.checkpointer.skipped if state else None)
+    _announce(progress, tasks, identity, version, rank.critic, rank.checkpointer.skipped if state else None)
     if config.rollout.count == 0:
         progress.notice(f"rollout.count is 0: start rollouts by hand with `async-rl rollout {folder} --name NAME`")
     transport = config.transport
@@ -68,10 +72,11 @@ def lead(config: Config, folder: Path, rank: Rank, tasks: Tasks, state: State | 
     publisher = Publisher(control, rank.source, weight_backend(config), version)
 
     def checkpoint_state() -> bytes:
-        return pack_state(trainer.version, dealer, ledger)
+        return pack_state(trainer.version, kept)
 
     best = Best(rank.checkpointer.directory, version if state else None, progress.notice)
-    trainer = Trainer(config, rank, control, publisher, progress, tasks.heldout, stop, version, checkpoint_state, best)
+    own = (stop, version, checkpoint_state, best, kept.gate, kept.shaping)
+    trainer = Trainer(config, rank, control, publisher, progress, tasks.heldout, *own)
     trainer.saved = version if state else -1
     stop.remember()
     control.start()
@@ -157,7 +162,7 @@ def _report(folder: Path, progress: Progress, result: dict[str, Any]) -> None:
         progress.notice(f"the report could not be written ({e.strerror}): `async-rl report {folder}` makes it again")
 
 
-def _data(config: Config, tasks: Tasks, incarnation: int, state: State | None) -> tuple[Ledger, Dealer]:
+def _kept(config: Config, tasks: Tasks, incarnation: int, state: State | None) -> Kept:
     rules = Rules(
         max_staleness=config.max_staleness,
         on_stale=config.on_stale,
@@ -171,15 +176,21 @@ def _data(config: Config, tasks: Tasks, incarnation: int, state: State | None) -
     )
     ledger = Ledger(rules, incarnation, state.version if state else 0)
     dealer = Dealer(PromptStream(tasks.train, config.seed), sizes_of(config), config.algorithm.has_greedy)
+    shaping = RewardShaping(config.algorithm, config.rollout.max_new_tokens)
+    kept = Kept(dealer, ledger, Gate(config.algorithm.kl), shaping)
     if state:
-        state.restore(dealer, ledger)
-    return ledger, dealer
+        state.restore(kept)
+    return kept
 
 
-def _announce(progress: Progress, tasks: Tasks, identity: Identity, version: int, skipped: list[str] | None) -> None:
+def _announce(
+    progress: Progress, tasks: Tasks, identity: Identity, version: int, critic: ValueUpdate | None, skipped: list[str] | None
+) -> None:
     """`skipped`: the newer checkpoints that could not be used; None when no run is resumed."""
     dropped = ", ".join(f"{n} {why}" for why, n in tasks.dropped.items() if n) or "none dropped"
     progress.notice(f"{len(tasks.train)} training and {len(tasks.heldout)} held-out prompts ({dropped})")
+    if critic:
+        progress.notice(critic.told)
     for sentence in skipped or []:
         progress.notice(sentence)
     if skipped is not None:

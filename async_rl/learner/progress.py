@@ -64,7 +64,7 @@ class Progress:
             self._console.notice(text)
 
     def waited(self, what: str, seconds: float) -> None:
-        """Book time in which the training thread could not train: batch, publish, eval or save."""
+        """Book time in which the training thread could not train: batch, publish, eval, save or gate."""
         self._idle[what] += seconds
 
     def step(self, version: int, metrics: dict[str, Any], control: ControlPlane, publisher: Publisher, skipped: str) -> None:

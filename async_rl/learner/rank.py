@@ -12,14 +12,15 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from async_rl.learner.checkpoint import Checkpointer, policy_tensors
+from async_rl.learner.checkpoint import Checkpointer, policy_tensors, step_folder
 from async_rl.learner.commands import Code, Commands
 from async_rl.learner.failure import RunStopped
 from async_rl.learner.model import PolicyModel
 from async_rl.learner.optim import Optimizer
 from async_rl.learner.scatter import scatter_batch
-from async_rl.learner.step import PolicyUpdate
-from async_rl.learner.value_update import ValueUpdate
+from async_rl.learner.steering import Steering, share_steering
+from async_rl.learner.step import Callback, PolicyUpdate, StepReport
+from async_rl.learner.value_update import ValueUpdate, make_value_update, trains_critic
 from async_rl.types import Batch
 from async_rl.weights.source import WeightSource
 
@@ -34,11 +35,29 @@ class Rank:
     checkpointer: Checkpointer
     mesh: DeviceMesh  # what the models are sharded over
     group: dist.ProcessGroup  # gloo, of all learner ranks
-    value_update: ValueUpdate | None = None  # the critic, while the run trains one
+
+    @property
+    def critic(self) -> ValueUpdate | None:
+        """While the run trains one."""
+        return self.update.critic
+
+    def make_critic(self) -> None:
+        """One that has learnt nothing yet."""
+        self.update.critic = make_value_update(self.update.config, self.update.device, self.mesh, self.group)
+
+    def train(self, batch: Batch, version: int, steering: Steering, boundary: Callback, before_update: Callback) -> StepReport:
+        """One learner step, see `PolicyUpdate.run`; a critic whose time has come is made first."""
+        if self.critic is None and trains_critic(self.update.config, version):
+            self.make_critic()
+        return self.update.run(batch, version, steering, boundary, before_update)
 
     def scatter(self, batch: Batch | None) -> Batch:
         """Rank 0's batch, on every rank."""
         return scatter_batch(batch, self.group)
+
+    def steer(self, steering: Steering | None) -> Steering:
+        """Rank 0's steering, on every rank."""
+        return share_steering(steering, self.group)
 
     def save(self, version: int, state: bytes | None) -> None:
         """Raises CheckpointError on all ranks alike."""
@@ -48,6 +67,13 @@ class Rank:
         """Fill the models, their optimizers and the RNG; returns the state that rank 0 saved. Raises CheckpointError."""
         self.policy.at_rest()
         return self.checkpointer.load(checkpoint, self._tensors())
+
+    def roll_back(self, version: int) -> None:
+        """Weights, moments and RNG are those of that version's checkpoint; the caller sees to it that nothing reads them.
+
+        Raises CheckpointError; what is in memory is of no use then.
+        """
+        self.load(step_folder(self.checkpointer.directory, version))
 
     def follow_gathers(self) -> None:
         """Other ranks, within a step: gather with rank 0 until it says PROCEED."""
@@ -61,5 +87,5 @@ class Rank:
                 raise RunStopped(0, f"rank 0 ended the run within a step ({code.name})")
 
     def _tensors(self) -> dict[str, Tensor]:
-        critic = self.value_update.tensors() if self.value_update else {}
+        critic = self.critic.tensors() if self.critic else {}
         return policy_tensors(self.optimizer) | critic

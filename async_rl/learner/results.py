@@ -12,6 +12,8 @@ from collections.abc import Mapping
 from itertools import zip_longest
 from typing import Any
 
+from async_rl.learner.gate import Phase
+
 ENDS = 5  # steps averaged for the first and the last reward
 MAX_KINDS = 16  # of answers that could not be used
 LAST_EVALS = 3  # evaluations whose median is `eval_last`; never the first, unless it is the only one
@@ -51,7 +53,8 @@ def summarize(
         "samples_per_s": samples / step_s if step_s else None,
         "tokens_per_s": tokens / step_s if step_s else None,
         "steps_s": step_s,
-        "idle_s": {k: sum(_numbers(steps, f"idle/{k}_s")) for k in ("batch", "publish", "eval", "save")},
+        "idle_s": {k: sum(_numbers(steps, f"idle/{k}_s")) for k in ("batch", "publish", "eval", "save", "gate")},
+        "kl_pauses": sum(state == Phase.PAUSED for state in _numbers(steps, "kl_gate/state")),
         "ledger": books,
     }
 

@@ -6,6 +6,8 @@ without one and enters no moment; the state is plain floats, for the checkpoint.
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -22,6 +24,15 @@ class RewardShaping:
         self.algorithm = algorithm
         self.max_tokens = max_tokens
         self.state: dict[str, float] = {}
+
+    def state_dict(self) -> dict[str, float]:
+        return dict(self.state)
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        """Raises ValueError for what is no number."""
+        if not all(math.isfinite(x) for x in state.values()):
+            raise ValueError("a running moment of the rewards is not finite")
+        self.state = dict(state)
 
     def shaped(self, rewards_N: Tensor, valid_N: Tensor, num_tokens_N: Tensor) -> Tensor:
         """float64 [N]; the running moments first take these rewards in. What is not valid comes back as it was."""

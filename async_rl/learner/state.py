@@ -1,4 +1,4 @@
-"""Rank 0's part of a checkpoint: the version, what the dealer hands out next, and the ledger.
+"""Rank 0's part of a checkpoint: the version, what the dealer hands out next, the ledger, the gate and the scale of rewards.
 
 Owns its form in bytes. Invariant: whatever the bytes hold, what comes of them is a whole state or one sentence.
 """
@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgpack
 
@@ -17,9 +17,20 @@ from async_rl.data.ledger import Ledger
 from async_rl.data.record import LedgerError
 from async_rl.learner import LearnerError
 from async_rl.learner.dealer import Dealer
+from async_rl.learner.gate import Gate
+from async_rl.learner.shaping import RewardShaping
 from async_rl.transport.codec import BadMessage, decode_group, encode_group
 
 MAX_INCARNATION = 2**31 - 1  # the wire has four bytes for that of a token
+
+
+class Kept(NamedTuple):
+    """What goes on where it was when a run is resumed."""
+
+    dealer: Dealer
+    ledger: Ledger
+    gate: Gate
+    shaping: RewardShaping
 
 
 @dataclass(frozen=True)
@@ -27,15 +38,17 @@ class State:
     checkpoint: Path
     version: int
     incarnation: int  # that saved it
-    dealer: dict[str, Any]
-    ledger: dict[str, Any]
+    held: dict[str, Any]
 
-    def restore(self, dealer: Dealer, ledger: Ledger) -> None:
-        """Both go on where they were. Raises LearnerError, or PromptError when it is of other prompts."""
+    def restore(self, kept: Kept) -> None:
+        """All go on where they were. Raises LearnerError, or PromptError when it is of other prompts."""
         with _damage_told(self.checkpoint):
-            dealer.load_state_dict(self.dealer)
+            kept.dealer.load_state_dict(self.held["dealer"])
+            kept.gate.load_state_dict(self.held["gate"])
+            kept.gate.saved(self.version)
+            kept.shaping.load_state_dict(self.held["shaping"])
             try:
-                ledger.load_state_dict(self.ledger, decode_group)
+                kept.ledger.load_state_dict(self.held["ledger"], decode_group)
             except BadMessage as e:
                 raise LearnerError(
                     f"the checkpoint holds groups that this version of async_rl cannot read ({e}): go on with the version that "
@@ -43,8 +56,15 @@ class State:
                 ) from None
 
 
-def pack_state(version: int, dealer: Dealer, ledger: Ledger) -> bytes:
-    packed = msgpack.packb({"version": version, "dealer": dealer.state_dict(), "ledger": ledger.state_dict(encode_group)})
+def pack_state(version: int, kept: Kept) -> bytes:
+    held = {
+        "version": version,
+        "dealer": kept.dealer.state_dict(),
+        "ledger": kept.ledger.state_dict(encode_group),
+        "gate": kept.gate.state_dict(),
+        "shaping": kept.shaping.state_dict(),
+    }
+    packed = msgpack.packb(held)
     assert packed is not None
     return packed
 
@@ -56,7 +76,7 @@ def unpack_state(packed: bytes, checkpoint: Path) -> State:
         version, incarnation = held["version"], held["ledger"]["resumes"][-1][0]
         if not (isinstance(version, int) and isinstance(incarnation, int) and 0 < incarnation < MAX_INCARNATION):
             raise ValueError(f"version {version!r} of incarnation {incarnation!r}")
-        return State(checkpoint, version, incarnation, dict(held["dealer"]), held["ledger"])
+        return State(checkpoint, version, incarnation, held)
 
 
 @contextmanager

@@ -11,26 +11,31 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import NoReturn, TypeVar
 
 from async_rl.config import Config
 from async_rl.data.evaluation import Evaluation
 from async_rl.data.record import Record
 from async_rl.learner.assemble import assemble
 from async_rl.learner.best import Best
-from async_rl.learner.checkpoint import CheckpointError
+from async_rl.learner.checkpoint import CheckpointError, problem_of, step_folder
 from async_rl.learner.commands import IDLE_S, Code, Commands
 from async_rl.learner.control import ControlPlane
 from async_rl.learner.failure import RunFailed
+from async_rl.learner.gate import Gate, Phase
+from async_rl.learner.pause import Pause
 from async_rl.learner.progress import Progress
 from async_rl.learner.publish import Publisher
 from async_rl.learner.rank import Rank
+from async_rl.learner.shaping import RewardShaping
 from async_rl.learner.signals import Stop
+from async_rl.learner.step import StepReport
 from async_rl.observability.waiting import waiting
 from async_rl.types import Prompt, WeightName
 
 T = TypeVar("T")
 POLL_S = 0.1
+SEQ_KL = "kl_ref/seq_sum"
 
 
 def follow(rank: Rank) -> None:
@@ -38,12 +43,14 @@ def follow(rank: Rank) -> None:
     while True:
         code, argument = rank.commands.receive()
         if code is Code.STEP:
-            batch = rank.scatter(None)
-            rank.update.run(batch, argument, boundary=rank.follow_gathers, before_update=rank.follow_gathers)
+            batch, steering, gathers = rank.scatter(None), rank.steer(None), rank.follow_gathers
+            rank.train(batch, argument, steering, boundary=gathers, before_update=gathers)
         elif code is Code.GATHER:
             rank.source.gather(argument)
         elif code is Code.SAVE:
             rank.save(argument, None)
+        elif code is Code.ROLL_BACK:
+            rank.roll_back(argument)
         elif code is Code.END:
             return
 
@@ -62,11 +69,17 @@ class Trainer:
     version: int
     checkpoint_state: Callable[[], bytes]
     best: Best
+    gate: Gate
+    shaping: RewardShaping
     saved: int = -1  # version of the newest checkpoint
     skipped_in_a_row: int = 0
     failed_saves: int = 0
     train_through: bool = False  # the running evaluation has a rollout of its own
     reached: str = ""  # which evaluation reached eval.target: the run ends
+
+    def __post_init__(self) -> None:
+        run_dir, kl = self.progress.run_dir, self.config.algorithm.kl
+        self._pause = Pause(kl, self.gate, self.control, run_dir, self._wait)
 
     @property
     def commands(self) -> Commands:
@@ -74,11 +87,15 @@ class Trainer:
 
     def run(self) -> None:
         """From the current version to `num_steps` or `eval.target`. Raises RunFailed or RunStopped."""
+        self._save_origin()
         # With a target also after a resume: the run may have ended by it.
         if self.version == 0 or self.version >= self.config.num_steps or self.config.eval.target is not None:
             self.evaluate(wait=True)
         while self.version < self.config.num_steps and not self.reached:
-            self.step(self.next_batch())
+            if self.gate.phase is not Phase.PAUSED:  # or the run is resumed in a pause
+                self.step(self.next_batch())
+            if self.gate.phase is Phase.PAUSED and self.version < self.config.num_steps:
+                self.pause()
             self.maybe_save()
             if self._due(self.config.eval.every) and self.version < self.config.num_steps:
                 self.evaluate(wait=False)
@@ -102,10 +119,13 @@ class Trainer:
 
     def step(self, records: list[Record]) -> None:
         started = time.monotonic()
-        batch, metrics = assemble(records, self.version, self.config.algorithm, self.config.max_staleness, self.config.seed)
+        batch, metrics = assemble(records, self.version, self.config, self.shaping)
         self.commands.issue(Code.STEP, self.version)
-        batch = self.rank.scatter(batch)
-        report = self.rank.update.run(batch, self.version, boundary=self._boundary, before_update=self._before_update)
+        batch, steering, had_critic = self.rank.scatter(batch), self.rank.steer(self.gate.steering), bool(self.rank.critic)
+        report = self.rank.train(batch, self.version, steering, boundary=self._boundary, before_update=self._before_update)
+        if self.rank.critic and not had_critic:
+            self.progress.notice(f"at version {self.version} {self.rank.critic.told}")
+        steered = self._watch_kl(report, batch.num_trajectories)
         with self.control.changed:
             if report.skipped:
                 self.control.ledger.drop([record.group_id for record in records], "skipped")
@@ -114,7 +134,7 @@ class Trainer:
                 self.control.trained(records, self.version)
             self.publisher.end_update(self.version)
         self.skipped_in_a_row = self.skipped_in_a_row + 1 if report.skipped else 0
-        metrics |= report.metrics
+        metrics |= report.metrics | steered
         metrics["time/train_s"] = time.monotonic() - started
         self.progress.step(self.version, metrics, self.control, self.publisher, report.reason if report.skipped else "")
         if self.skipped_in_a_row >= self.config.learner.max_skipped_steps:
@@ -123,6 +143,21 @@ class Trainer:
                 f"{self.skipped_in_a_row} steps in a row changed nothing at version {self.version} "
                 f"(learner.max_skipped_steps): {report.reason}",
             )
+
+    def _watch_kl(self, report: StepReport, num_answers: int) -> dict[str, float]:
+        """Show the gate the KL of the policy before this step; what the row says of the steering in it and the gate after it.
+        A step that could not measure it, and changed nothing, says nothing of the policy."""
+        if not self.config.algorithm.has_reference:
+            return {}
+        steering, was = self.gate.steering, self.gate.phase
+        if SEQ_KL in report.metrics or not report.skipped:
+            self.gate.measured(report.metrics.get(SEQ_KL, math.nan), self.version, num_answers)
+        phase = self.gate.phase
+        if phase is Phase.PAUSED:
+            self._pause.forget()
+        if was is not Phase.RUNNING and phase is Phase.RUNNING:
+            self.progress.notice(f"the KL gate's alarm is over at version {self.version}: {self.gate.kl:.3g} nats per answer")
+        return {"kl/beta": steering.kl_beta, "lr_scale": steering.lr_scale, "kl_gate/state": int(phase)}
 
     def _boundary(self) -> None:
         """Before each micro-batch, on all ranks: hand over what the publisher asks for, then go on."""
@@ -142,6 +177,69 @@ class Trainer:
         bucket = self.rank.source.gather(k)
         assert bucket is not None, "rank 0 receives every gathered bucket"
         self.publisher.port.put(bucket)
+
+    # ---- the KL gate
+
+    def pause(self) -> None:
+        """Until what the runaway policy sampled is gone and the gate's action is done; then training is on probation."""
+        if self.gate.exhausted:
+            self._end(self.gate.verdict(), forgive=True)
+        started = time.monotonic()
+        self.progress.notice(self._pause.notice(self.version))
+        num_dropped = self._pause.drain()
+        self._finish_evaluation()  # or its rollout would serve the runaway policy for longer
+        if self.reached:
+            return
+        action = self.config.algorithm.kl.gate_action
+        if action == "wait" and not self._pause.asked():
+            self._end(f"{self.gate.why()}, and nobody said within gate_timeout_s that training goes on: start the run again")
+        if action == "roll_back":
+            self._roll_back()
+        self.gate.act()
+        lr_scale, beta = self.gate.steering.lr_scale, self.gate.steering.kl_beta
+        self.progress.notice(
+            f"training goes on on probation after gate_action={action}: lr_scale {lr_scale:g}, kl.beta {beta:g}, "
+            f"{num_dropped} groups of the paused policy were dropped"
+        )
+        # before that, leases would be born at the version that ran away
+        self._wait(lambda: self.publisher.published >= self.version, f"a rollout to serve version {self.version}", self._who)
+        self._pause.end()
+        self.progress.waited("gate", time.monotonic() - started)
+
+    def _roll_back(self) -> None:
+        """The newest checkpoint from before the alarm becomes the next version: the number never goes back."""
+        for version in reversed(self.gate.sound):
+            problem = problem_of(step_folder(self.rank.checkpointer.directory, version))
+            if not problem:
+                break
+            self.progress.notice(f"the checkpoint of version {version} cannot be rolled back to: {problem}")
+        else:
+            self._end(f"{self.gate.why()}, and there is no checkpoint from before that to roll back to", forgive=True)
+        self._wait(self.publisher.begin_update, "the weights to be sent before they are rolled back")
+        self.commands.issue(Code.ROLL_BACK, version)
+        try:
+            self.rank.roll_back(version)
+        except CheckpointError as e:
+            raise RunFailed(4, f"training could not be rolled back: {e}") from None
+        with self.control.changed:
+            self.version += 1
+            self.control.ledger.trained([], self.version)  # by a step that took nothing
+            self.publisher.end_update(self.version)
+        self.progress.notice(f"rolled back: version {self.version} is version {version} again")
+
+    def _end(self, sentence: str, forgive: bool = False) -> NoReturn:
+        """Save, and fail. `forgive`: the next life trains at once, for what ends this one would end that, too."""
+        if forgive:
+            self.gate.forgive()
+        self.save()
+        saved = f"the newest checkpoint is of version {self.saved}" if self.saved >= 0 else "no checkpoint could be written"
+        raise RunFailed(4, f"{sentence}; {saved}")
+
+    def _save_origin(self) -> None:
+        """A checkpoint of version 0, so that there is always something to roll back to."""
+        kl = self.config.algorithm.kl
+        if kl.gate is not None and kl.gate_action == "roll_back" and self.version == 0:
+            self.save()
 
     # ---- evaluation and checkpoints
 
@@ -206,7 +304,7 @@ class Trainer:
         if self.saved == self.version:
             return
         started = time.monotonic()
-        self.rank.checkpointer.spared = self.best.spared
+        self.rank.checkpointer.spared = self.best.spared | self.gate.spared
         with self.control.changed:
             state = self.checkpoint_state()
         self.commands.issue(Code.SAVE, self.version)
@@ -221,6 +319,7 @@ class Trainer:
                 ) from None
             return
         self.failed_saves, self.saved = 0, self.version
+        self.gate.saved(self.version)
         self.progress.waited("save", time.monotonic() - started)
 
     # ---- waiting

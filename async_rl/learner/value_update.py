@@ -60,6 +60,13 @@ class ValueUpdate:
     def popart(self) -> PopArt:
         return PopArt(*self._popart_2.tolist())
 
+    @property
+    def told(self) -> str:
+        """For the console: what its memory goes to."""
+        num = sum(parameter.numel() for parameter in self.critic.parameters())
+        taken = f"{16 * num / 2**20:.0f} MiB over all ranks, with gradients and moments"
+        return f"a critic of {num / 1e6:.1f} M parameters is trained: {taken}"
+
     def values(self, scored: Scored) -> tuple[Tensor, Tensor]:
         """(values_T, end_values_E), fp32: before each trainable token, and after the last one of each cut answer.
 
