@@ -17,13 +17,15 @@ pytestmark = [pytest.mark.process, pytest.mark.timeout(240)]
 
 SMALL = [
     *("rollout.engine=toy", "model.make=null", "groups_per_step=4", "rollout.num_slots=4", "eval.draws=0", "num_steps=3"),
+    "rollout.max_new_tokens=48",
     "data.reward=tests.reward_functions:parity",
 ]
 # One line is one run; together they hold every preset, method, mask and option of a kind.
 RUNS = [
-    "grpo algorithm.masks={icepop:{},sequence_k3_mean:{}} algorithm.entropy_coef=0.001 learner.lr_by_ess=true",
+    "grpo algorithm.masks.icepop.low=0.5 algorithm.masks.sequence_k3_mean.high=0.01 algorithm.entropy_coef=0.001 "
+    "learner.lr_by_ess=true",
     "dr_grpo algorithm.correction=sequence_truncate algorithm.overlong_buffer_tokens=4 algorithm.normalizer=ema",
-    "lite_ppo algorithm.aggregation=prompt_mean algorithm.correction=geometric_mask algorithm.masks={sequence_product:{}}",
+    "lite_ppo algorithm.aggregation=prompt_mean algorithm.correction=geometric_mask algorithm.masks.sequence_product.high=3",
     "rloo algorithm.aggregation=seq_mean_token_mean algorithm.correction=token_clip algorithm.kl.into=attached_k3 "
     "algorithm.kl.beta=0.01 algorithm.num_minibatches=2",
     "opo algorithm.aggregation=seq_mean_token_sum algorithm.correction=sequence_clip algorithm.kl.beta=0.01",
@@ -38,11 +40,11 @@ RUNS = [
     "hybrid algorithm.correction=geometric_clip algorithm.advantage_options.grpo_end=0.3 "
     "algorithm.advantage_options.critic_start=0.3",
     "on_policy_ppo max_staleness=0 group_size_end=4",
-    "bypass_ppo algorithm.masks={opsm:{}} adaptive_group_sizes=[2,16]",
+    "bypass_ppo algorithm.masks.opsm.delta=0.5 adaptive_group_sizes=[2,16]",
     "cispo algorithm.correction_normalize=true",
-    "gspo algorithm.masks={sequence_geomean:{},veto:{}}",
-    "aipo algorithm.masks={m2po:{}}",
-    "topr algorithm.masks={m2po_all:{}}",
+    "gspo algorithm.masks.sequence_geomean.low=0.9",
+    "aipo algorithm.masks.m2po.tau=0.04",
+    "topr algorithm.masks.m2po_all.tau=0.04",
     "kimi_k15",
     "kimi_pmd",
     "dppo_tv",
