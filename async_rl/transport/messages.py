@@ -12,7 +12,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, FailFast, Field, Typ
 
 from async_rl.types import Split
 
-PROTOCOL = 2
+PROTOCOL = 3
 NAME = r"^[\w.-]{1,64}$"  # of a rollout
 
 Count = Annotated[int, Field(ge=0, lt=2**63)]
@@ -73,6 +73,7 @@ class Lease(Message):
     stop: Annotated[list[str], FailFast()] = []
     seed: Count
     timeout_s: float
+    more: bool = False  # another one for you follows at once: begin them together
 
 
 class Cancel(Message):
