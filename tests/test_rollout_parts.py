@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 
 import numpy as np
 import pytest
@@ -186,6 +187,25 @@ async def test_groups_beyond_the_slots_wait_for_an_ack_and_evaluations_do_not() 
         (last,) = await b.groups(1)
         b.ack(last)
         assert (last.group_id, b.scheduler.free_slots) == (3, 2)
+
+
+async def test_what_was_leased_in_one_breath_begins_together() -> None:
+    async with bench(toy(), slots=4) as b:
+        begun: list[int] = []
+
+        @asynccontextmanager
+        async def together(num_requests: int) -> AsyncIterator[None]:
+            begun.append(num_requests)
+            yield
+
+        b.engine.together = together
+        b.scheduler.lease(lease(0, more=True))
+        b.scheduler.lease(lease(1, more=True))
+        await asyncio.sleep(0.02)
+        assert (begun, b.scheduler.num_running) == ([], 0)
+        b.scheduler.lease(lease(2))
+        await b.groups(3)
+        assert begun == [12]
 
 
 async def test_a_greedy_lease_answers_alike() -> None:

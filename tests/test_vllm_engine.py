@@ -116,6 +116,15 @@ def test_a_manifest_that_does_not_fit_is_refused_before_any_byte_moves(held):
         assert text.startswith("WeightsError: ") and "\n" not in text
 
 
+def test_requests_that_are_told_to_be_one_batch_are_it_however_late_they_come(held):
+    """Floats round by what is computed together: equal bits are the proof of equal batches."""
+    seen = scene(held, "one_batch")
+    for prompt, late in zip(seen["0.0"], seen["0.005"], strict=True):
+        assert (prompt.token_ids == late.token_ids).all()
+        assert (prompt.logprobs == late.logprobs).all()
+    assert len(seen["alone"][0].token_ids) == 20
+
+
 @pytest.mark.parametrize(("which", "version"), [("untied", 0), ("tied", 0), ("tied", 1)])
 def test_the_engine_holds_the_sent_bits_also_in_fused_and_tied_tensors(held, which, version):
     """Judged by vLLM's own digests, which know nothing of our names and cuts."""

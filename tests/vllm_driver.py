@@ -201,6 +201,24 @@ class Scenes:
         seen["again"] = [await draw(PROMPT, Sampling(40, 1.0, seed=0), "again")]
         return seen
 
+    async def one_batch(self) -> dict[str, list[Any]]:
+        """Twelve seeded requests, told to be one batch: all at once, then each 5 ms after the other."""
+
+        async def late(i: int, pause_s: float) -> Any:
+            await asyncio.sleep(i * pause_s)
+            return await self.engine.generate(PROMPT + i % 7, Sampling(20, 1.0, seed=i), f"{pause_s}.{i}")
+
+        seen = {}
+        for pause_s in (0.0, 0.005):
+            async with self.engine.together(12):
+                tasks = [asyncio.create_task(late(i, pause_s)) for i in range(12)]
+            seen[str(pause_s)] = await asyncio.gather(*tasks)
+        # One of two never comes: the engine must not wait for it for ever.
+        async with self.engine.together(2):
+            alone = asyncio.create_task(late(0, 0.0))
+        seen["alone"] = [await alone]
+        return seen
+
     async def refusals(self) -> dict[str, Any]:
         draw, sampling = self.engine.generate, Sampling(3, 1.0)
         return {
@@ -321,8 +339,17 @@ class Scenes:
         return {"ids": self.engine._end_ids, "answers": answers, "stopped": stopped}
 
 
-UNTIED = ("before_the_first_commit", "weights_held:0", "same_weights", "refusals", "recompute", "abort_mode", "keep")
-UNTIED += ("user_abort", "silent_sender", "frozen_core", "stall", "killed_core")
+UNTIED = (
+    "before_the_first_commit",
+    "weights_held:0",
+    "same_weights",
+    "one_batch",
+    "refusals",
+    "recompute",
+    "abort_mode",
+    "keep",
+)
+UNTIED += ("keep", "user_abort", "silent_sender", "frozen_core", "stall", "killed_core")
 TIED = ("weights_held:0", "weights_held:1", "same_weights", "ends")
 
 

@@ -35,6 +35,7 @@ from async_rl.transport.messages import (
     Goodbye,
     Heartbeat,
     Hello,
+    Lease,
     Message,
     Prepared,
     Staged,
@@ -244,6 +245,7 @@ class ControlPlane:
 
     def _grant(self, now: float) -> None:
         """One lease to each member in turn while slots and admission allow: leases follow the free slots."""
+        granted: dict[Peer, list[Lease]] = {}
         candidates = [m for m in self.members if m.live and self.admitting]
         while candidates:
             for member in list(candidates):
@@ -253,7 +255,10 @@ class ControlPlane:
                     candidates.remove(member)
                     continue
                 member.held.add(record.group_id)
-                self.say(member.peer, training_lease(self.config, record))
+                granted.setdefault(member.peer, []).append(training_lease(self.config, record))
+        for peer, leases in granted.items():
+            for k, lease in enumerate(leases, 1):
+                self.say(peer, lease.model_copy(update={"more": k < len(leases)}))
 
     def _cancel(self, rollout_id: str | None, group_id: int, attempt: Attempt, reason: str) -> None:
         """Tell the holder of a lease to stop; the ledger has already ended that attempt."""

@@ -6,6 +6,7 @@ lands inside an answer. Every call is bounded by the deadline it is given.
 
 from __future__ import annotations
 
+from contextlib import AbstractAsyncContextManager
 from typing import Literal, Protocol
 
 import numpy as np
@@ -23,6 +24,11 @@ class Engine(Protocol):
     async def generate(self, prompt_ids: np.ndarray, sampling: Sampling, request_id: str) -> Completion:
         """One answer; prompt_ids int32 [P]. finish_reason "abort" after `abort`. A prompt the engine refuses gives
         "error" and no tokens. Cancelling the call ends the request. Raises EngineDead when the engine core is gone."""
+        ...
+
+    def together(self, num_requests: int) -> AbstractAsyncContextManager[None]:
+        """Requests that begin inside the block are taken up as one batch by an engine that is idle: what floats round to
+        depends on what is computed together, so a synchronous run repeats itself only if that does. Raises EngineDead."""
         ...
 
     async def abort(self, request_ids: list[str]) -> None:

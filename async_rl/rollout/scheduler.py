@@ -60,6 +60,7 @@ class Scheduler:
         self._sampler, self._outbox, self._num_slots, self._tasks = sampler, outbox, num_slots, tasks
         self._jobs: dict[Key, _Job] = {}  # in order of arrival
         self._changed = asyncio.Event()
+        self._more = False  # the rest of what was leased in one breath is on its way
 
     @property
     def num_running(self) -> int:
@@ -76,9 +77,12 @@ class Scheduler:
         """Start leases as slots become free, until cancelled."""
         while True:
             self._changed.clear()
-            for key in self._startable():
-                job = self._jobs[key]
-                job.task = self._tasks.create_task(self._run(key, job), name=f"group {key[0]}")
+            keys = [] if self._more else self._startable()
+            if keys:
+                async with self._sampler.engine.together(sum(self._jobs[key].lease.num_samples for key in keys)):
+                    for key in keys:
+                        job = self._jobs[key]
+                        job.task = self._tasks.create_task(self._run(key, job), name=f"group {key[0]}")
             await self._changed.wait()
 
     def wake(self) -> None:
@@ -88,12 +92,13 @@ class Scheduler:
     def lease(self, lease: Lease) -> None:
         """Start the lease, or queue it while every slot is taken; a repeated (group id, attempt) is counted and ignored."""
         key = (lease.group_id, Attempt(*lease.attempt))
+        self._more = lease.more
+        self._changed.set()
         if key in self._jobs:
             self.counts["leases_repeated"] += 1
             return
         self.counts["leases"] += 1
         self._jobs[key] = _Job(lease, time.monotonic())
-        self._changed.set()
 
     def cancel(self, group_id: int, attempt: Attempt) -> None:
         """Stop this attempt and free its slot; nothing is delivered for it."""

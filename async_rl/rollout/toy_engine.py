@@ -12,7 +12,8 @@ import asyncio
 import hashlib
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -141,6 +142,11 @@ class ToyEngine:
     def _fault(self, request: _Request) -> str:
         requests = self.script.fault_requests
         return self.script.fault if requests is None or request.number in requests else ""
+
+    @asynccontextmanager
+    async def together(self, num_requests: int) -> AsyncIterator[None]:
+        """Each answer is a function of its own request alone."""
+        yield
 
     async def abort(self, request_ids: list[str]) -> None:
         for request_id in request_ids:

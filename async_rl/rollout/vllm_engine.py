@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 FINISH: dict[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort"}
 POLL_S = (0.002, 0.05)  # first and longest pause between two looks at what has arrived
+TOGETHER_S = 1.0  # longest that an idle engine waits for all requests of a batch
 REAP_S = 5.0
 log = get_logger(__name__)
 
@@ -97,6 +98,7 @@ class VllmEngine:
         self._open = asyncio.Event()  # cleared while a commit is under way
         self._open.set()
         self._num_entering = 0  # requests on their way into the core
+        self._num_begun = 0  # requests since start
         self._drafts: dict[str, _Draft] = {}
 
     @classmethod
@@ -122,6 +124,7 @@ class VllmEngine:
     async def generate(self, prompt_ids: np.ndarray, sampling: Sampling, request_id: str) -> Completion:
         """See Engine.generate. Raises WeightsError while no good weights are in service."""
         draft = _Draft(prompt_ids.tolist(), sampling.max_new_tokens)
+        self._num_begun += 1
         if problem := self._unfit(prompt_ids):
             log.warning("request %s refused: %s", request_id, problem)
             return draft.completion("error")
@@ -136,6 +139,26 @@ class VllmEngine:
             return draft.completion(finish)
         finally:
             del self._drafts[request_id]
+
+    @asynccontextmanager
+    async def together(self, num_requests: int) -> AsyncIterator[None]:
+        """See Engine.together: the core is paused until all have entered, or TOGETHER_S have passed."""
+        if self._drafts or num_requests < 2 or not self._open.is_set():
+            yield
+            return
+        core, last = self._engine.engine_core, self._num_begun + num_requests
+        self._num_entering += 1  # so that no commit begins meanwhile
+        try:
+            await self._alive(core.pause_scheduler_async(mode="keep", clear_cache=False))
+            try:
+                yield
+                deadline = time.monotonic() + TOGETHER_S
+                while (self._num_begun < last or self._num_entering > 1) and time.monotonic() < deadline:
+                    await asyncio.sleep(0.001)
+            finally:
+                await self._alive(core.resume_scheduler_async())
+        finally:
+            self._num_entering -= 1
 
     async def abort(self, request_ids: list[str]) -> None:
         """See Engine.abort; unknown ids are ignored, they may have ended meanwhile."""

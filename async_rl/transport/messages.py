@@ -74,6 +74,7 @@ class Lease(Message):
     stop: Annotated[list[str], FailFast()] = []
     seed: Count
     timeout_s: float
+    more: bool = False  # another one for you follows at once: begin them together
 
 
 class Cancel(Message):
