@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import time
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -89,9 +90,14 @@ def test_the_other_rank_is_steered_and_rolled_back_with_rank_0(tmp_path: Path) -
     ranks = [context.Process(target=work, args=(number, tmp_path), daemon=True) for number in range(2)]
     for process in ranks:
         process.start()
-    for process in ranks:
-        process.join(150)
-    assert [process.exitcode for process in ranks] == [0, 0]
+    try:
+        deadline = time.monotonic() + 150
+        for process in ranks:
+            process.join(max(0.0, deadline - time.monotonic()))
+        assert [process.exitcode for process in ranks] == [0, 0]
+    finally:
+        for process in ranks:
+            process.kill()
     for number in range(2):
         found = torch.load(tmp_path / f"rank{number}.pt", weights_only=True)
         assert found["called"] == [(step, STEERED.lr_scale, STEERED.kl_beta) for step in (3, 4)]
