@@ -35,6 +35,7 @@ from async_rl.types import Prompt, WeightName
 
 T = TypeVar("T")
 POLL_S = 0.1
+IDENTITY_NATS = 1e-3  # rounding is far below, a bug in the scoring far above
 SEQ_KL = "kl_ref/seq_sum"
 
 
@@ -74,6 +75,7 @@ class Trainer:
     saved: int = -1  # version of the newest checkpoint
     skipped_in_a_row: int = 0
     failed_saves: int = 0
+    identity_lost: bool = False  # and told
     train_through: bool = False  # the running evaluation has a rollout of its own
     reached: str = ""  # which evaluation reached eval.target: the run ends
 
@@ -135,6 +137,7 @@ class Trainer:
             self.publisher.end_update(self.version)
         self.skipped_in_a_row = self.skipped_in_a_row + 1 if report.skipped else 0
         metrics |= report.metrics | steered
+        self._check_identity(report)
         metrics["time/train_s"] = time.monotonic() - started
         self.progress.step(self.version, metrics, self.control, self.publisher, report.reason if report.skipped else "")
         if self.skipped_in_a_row >= self.config.learner.max_skipped_steps:
@@ -142,6 +145,16 @@ class Trainer:
                 4,
                 f"{self.skipped_in_a_row} steps in a row changed nothing at version {self.version} "
                 f"(learner.max_skipped_steps): {report.reason}",
+            )
+
+    def _check_identity(self, report: StepReport) -> None:
+        """The first mini-batch is scored by the very weights that gave the proximal log-probs: its ratios must be 1."""
+        off = report.metrics.get("ppo/first_minibatch_max_abs_log_r", 0.0)
+        if off > IDENTITY_NATS and not self.identity_lost:
+            self.identity_lost = True
+            self.progress.notice(
+                f"a ratio of the first mini-batch is {off:.2g} nats off 1 at version {self.version}, where it must be 1: scoring is "
+                "not reproducible on this machine, and clip fractions mean less (ppo/first_minibatch_max_abs_log_r has each step)"
             )
 
     def _watch_kl(self, report: StepReport, num_answers: int) -> dict[str, float]:
