@@ -154,7 +154,7 @@ class Trainer:
             self.identity_lost = True
             self.progress.notice(
                 f"a ratio of the first mini-batch is {off:.2g} nats off 1 at version {self.version}, where it must be 1: "
-                "scoring does not repeat itself here, and clip fractions mean less (ppo/first_minibatch_max_abs_log_r has every step)"
+                "scoring does not repeat itself here, and clip fractions mean less (ppo/first_minibatch_max_abs_log_r)"
             )
 
     def _watch_kl(self, report: StepReport, num_answers: int) -> dict[str, float]:
