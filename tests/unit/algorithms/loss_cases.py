@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytest
 import torch
 from torch import Tensor
 
@@ -31,14 +30,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "kimi_k15": {"tau": 0.1},
     "kimi_pmd": {"tau": 0.1},
 }
-
-
-def golden(fn: str, ours=lambda inputs: True):
-    mine = [c for c in CASES if c["fn"] == fn and ours(c["inputs"])]
-    assert mine, f"no golden case of {fn}"
-    return pytest.mark.parametrize(
-        ("inputs", "expected", "tol"), [pytest.param(c["inputs"], c["expected"], c["tol"], id=c["name"]) for c in mine]
-    )
 
 
 def close(got, want, tol: float) -> None:

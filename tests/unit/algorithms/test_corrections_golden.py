@@ -8,7 +8,8 @@ from async_rl.algorithms.corrections import CORRECTIONS
 from async_rl.algorithms.masks import MASKS, m2po_squares, m2po_threshold, sequence_statistic
 from async_rl.algorithms.proximal import prox_logp_loglinear
 
-from .loss_cases import close, f64, flat, golden, index_of, make_terms
+from .estimator_cases import CASES, cases
+from .loss_cases import close, f64, flat, index_of, make_terms
 
 STATISTICS = {"ratio_product": "product", "ratio_geomean": "geomean", "k3_mean": "k3_mean", "ratio_min": "min"}
 
@@ -24,7 +25,7 @@ def by_sequence(keep_R, terms):
     return [bool(keep_R[(terms.sequence_R == i) & terms.mask_R].all()) for i in range(terms.num_sequences)]
 
 
-@golden("is_weights")
+@cases("is_weights")
 def test_weights_of_every_level_and_mode_are_the_golden_ones(inputs, expected, tol):
     terms = ragged_terms(inputs, inputs["logp_target"])
     correction = CORRECTIONS[f"{inputs['level']}_{inputs['mode']}"]
@@ -32,7 +33,7 @@ def test_weights_of_every_level_and_mode_are_the_golden_ones(inputs, expected, t
     close(got, flat(expected["weights"]), tol)
 
 
-@golden("seq_rejection")
+@cases("seq_rejection")
 def test_a_sequence_is_kept_or_dropped_as_in_the_golden_case(inputs, expected, tol):
     terms, statistic = ragged_terms(inputs, inputs["logp_target"]), STATISTICS[inputs["stat"]]
     close(sequence_statistic(terms, statistic), expected["value"], tol)
@@ -43,14 +44,14 @@ def test_a_sequence_is_kept_or_dropped_as_in_the_golden_case(inputs, expected, t
     assert by_sequence(keep, terms) == [bool(k) for k in expected["keep"]]
 
 
-@golden("opsm_mask")
+@cases("opsm_mask")
 def test_opsm_drops_the_golden_sequences(inputs, expected, tol):
     terms = ragged_terms(inputs, inputs["logp"])._replace(logp_prox_R=torch.zeros(6, dtype=torch.float64))
     keep = MASKS["opsm"](terms, delta=inputs["delta"])
     assert by_sequence(keep, terms) == [bool(k) for k in expected["keep"]]
 
 
-@golden("m2po_mask")
+@cases("m2po_mask")
 def test_m2po_drops_the_golden_tokens_in_both_variants(inputs, expected, tol):
     harmful_only = inputs["harmful_only"]
     anchor = {} if not harmful_only else {"prox": [-9.0] * 5}  # the authors' form looks at the current log-probs
@@ -61,14 +62,18 @@ def test_m2po_drops_the_golden_tokens_in_both_variants(inputs, expected, tol):
     assert keep.int().tolist() == expected["keep"]
 
 
-@golden("is_weights", ours=lambda inputs: (inputs["level"], inputs["mode"]) == ("token", "mask"))
-def test_icepop_keeps_the_tokens_whose_masked_weight_is_positive(inputs, expected, tol):
-    terms = ragged_terms(inputs, inputs["logp_target"])
-    keep = MASKS["icepop"](terms, low=inputs["low"], high=inputs["high"])
-    assert keep.tolist() == [w > 0 for w in flat(expected["weights"])]
+def test_icepop_keeps_the_tokens_whose_masked_weight_is_positive():
+    by_token = [
+        c for c in CASES if c["fn"] == "is_weights" and (c["inputs"]["level"], c["inputs"]["mode"]) == ("token", "mask")
+    ]
+    assert by_token
+    for case in by_token:
+        inputs, weights = case["inputs"], case["expected"]["weights"]
+        keep = MASKS["icepop"](ragged_terms(inputs, inputs["logp_target"]), low=inputs["low"], high=inputs["high"])
+        assert keep.tolist() == [w > 0 for w in flat(weights)]
 
 
-@golden("prox_logp_loglinear")
+@cases("prox_logp_loglinear")
 def test_the_loglinear_proximal_log_probs_are_the_golden_ones(inputs, expected, tol):
     logp, behav, versions = f64(inputs["logp"]), f64(inputs["logp_behav"]), torch.tensor(inputs["v_behav"])
     mask, at = torch.ones(4, dtype=torch.bool), {"prox_version": inputs["v_prox"], "current_version": inputs["v_theta"]}

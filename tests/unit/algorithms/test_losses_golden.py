@@ -9,7 +9,8 @@ from async_rl.algorithms.corrections import CORRECTIONS
 from async_rl.algorithms.losses import AGGREGATION_OF, LOSSES
 from async_rl.algorithms.sequences import sequence_sum
 
-from .loss_cases import aggregated, close, f64, flat, golden, gradient, index_of, make_terms
+from .estimator_cases import cases
+from .loss_cases import aggregated, close, f64, flat, gradient, index_of, make_terms
 
 
 def check_tokens(name, terms, expected, tol, **options):
@@ -19,7 +20,7 @@ def check_tokens(name, terms, expected, tol, **options):
     return got
 
 
-@golden("ppo_token_loss")
+@cases("ppo_token_loss")
 @pytest.mark.parametrize("name", ["ppo", "bypass_ppo", "decoupled_ppo"])
 def test_the_clipped_loss_its_gradient_and_its_flags_are_the_golden_ones(inputs, expected, tol, name):
     anchor = {"behav" if name == "bypass_ppo" else "prox": inputs["logp_prox"]}
@@ -29,14 +30,14 @@ def test_the_clipped_loss_its_gradient_and_its_flags_are_the_golden_ones(inputs,
         close(getattr(got, flag), expected[flag], 0)
 
 
-@golden("ppo_token_loss_bypass")
+@cases("ppo_token_loss_bypass")
 def test_bypass_clips_tokens_that_only_look_moved(inputs, expected, tol):
     nonsense = [7.0] * 3  # a weight would count the ratio twice
     terms = make_terms(inputs["logp"], behav=inputs["logp_behav"], prox=[-9.0] * 3, adv=inputs["adv"], weight=nonsense)
     check_tokens("bypass_ppo", terms, expected, tol, eps_low=inputs["eps_low"], eps_high=inputs["eps_high"], dual_clip=None)
 
 
-@golden("decoupled_ppo")
+@cases("decoupled_ppo")
 def test_decoupled_ppo_is_the_golden_one_with_the_count_before_rejection(inputs, expected, tol):
     terms = make_terms(
         inputs["logp"], prox=inputs["logp_prox"], behav=inputs["logp_behav"], adv=inputs["adv"], mask=inputs["mask"]
@@ -49,7 +50,7 @@ def test_decoupled_ppo_is_the_golden_one_with_the_count_before_rejection(inputs,
     close(aggregated("decoupled_ppo", terms, "token_mean", **bounds).detach(), expected["token_mean"], tol)
 
 
-@golden("cispo")
+@cases("cispo")
 def test_cispo_is_the_golden_one_and_scales_with_the_weight(inputs, expected, tol):
     terms = make_terms(inputs["logp"], prox=inputs["logp_prox"], behav=[-9.0] * 3, adv=inputs["adv"])
     options = {"low": inputs["weight_low"], "high": inputs["weight_high"]}
@@ -61,14 +62,14 @@ def test_cispo_is_the_golden_one_and_scales_with_the_weight(inputs, expected, to
     close(half.loss.detach(), f64(expected["loss"]) / 2, tol)
 
 
-@golden("aipo")
+@cases("aipo")
 def test_aipo_is_the_golden_one(inputs, expected, tol):
     terms = make_terms(inputs["logp"], behav=inputs["logp_behav"], prox=[-9.0] * 3, adv=inputs["adv"], weight=[7.0] * 3)
     got = check_tokens("aipo", terms, expected, tol, delta=inputs["delta"])
     assert got.clipped_high.tolist() == [False, True, False]
 
 
-@golden("topr")
+@cases("topr")
 def test_topr_is_the_golden_one(inputs, expected, tol):
     sequence = index_of(inputs["logp"])
     terms = make_terms(
@@ -82,7 +83,7 @@ def test_topr_is_the_golden_one(inputs, expected, tol):
     assert got.clipped_high.tolist() == [False, False, True, True, False, False]
 
 
-@golden("gspo")
+@cases("gspo")
 def test_gspo_is_the_golden_one_under_its_aggregation(inputs, expected, tol):
     sequence, mask = index_of(inputs["logp"]), torch.tensor(flat(inputs["mask"])).bool()
     adv = f64(inputs["adv_seq"])[sequence]
@@ -97,13 +98,13 @@ def test_gspo_is_the_golden_one_under_its_aggregation(inputs, expected, tol):
     assert (got.clipped_high | got.clipped_low).tolist() == clipped.tolist()
 
 
-@golden("kimi_k15")
+@cases("kimi_k15")
 @pytest.mark.parametrize("parts", [1, 2, 5])
 def test_kimi_k15_is_the_golden_one_however_many_tokens_share_the_log_probs(inputs, expected, tol, parts):
     check_kimi("kimi_k15", inputs, expected, tol, parts)
 
 
-@golden("kimi_pmd")
+@cases("kimi_pmd")
 @pytest.mark.parametrize("parts", [1, 2, 5])
 def test_kimi_pmd_is_the_golden_one_however_many_tokens_share_the_log_probs(inputs, expected, tol, parts):
     check_kimi("kimi_pmd", inputs, expected, tol, parts)
@@ -123,7 +124,7 @@ def check_kimi(name, inputs, expected, tol, parts):
     close(mean.detach(), f64(expected["loss"]).mean(), tol)
 
 
-@golden("dppo_tv")
+@cases("dppo_tv")
 def test_dppo_is_the_golden_one(inputs, expected, tol):
     terms = make_terms(inputs["logp"], behav=inputs["logp_behav"], prox=[-9.0] * 4, adv=inputs["adv"], mask=inputs["mask"])
     got = check_tokens("dppo_tv", terms, expected, tol, **{key: inputs[key] for key in ("tv_high", "tv_low", "kl_tau")})
@@ -131,7 +132,7 @@ def test_dppo_is_the_golden_one(inputs, expected, tol):
     assert got.clipped_high.tolist() == [True, False, False, False]
 
 
-@golden("sapo")
+@cases("sapo")
 def test_sapo_is_the_golden_one(inputs, expected, tol):
     terms = make_terms(inputs["logp"], behav=inputs["logp_prox"], adv=inputs["adv"])
     check_tokens("sapo", terms, expected, tol, tau_pos=inputs["tau_pos"], tau_neg=inputs["tau_neg"])
