@@ -132,14 +132,13 @@ class Rank:
         update, optimizer = make_update(make_config(), policy, self.group)
         update.run(make_batch(seed=1), 0, Steering(), no_op, no_op)
         before = state(policy, optimizer)
-        forward = update._forward
+        objective = update.objective
 
-        def spoiled(scored):
-            logp, entropy = forward(scored)
-            return logp * torch.nan, entropy
+        def spoiled(scored, step, part, logp_T, entropy_T, tally):
+            return objective(scored, step, part, logp_T * torch.nan, entropy_T, tally)
 
         if self.rank == 1 and kind == "loss":
-            update._forward = spoiled
+            update.objective = spoiled
         if self.rank == 1 and kind == "gradient":
             policy.hf.get_submodule("model.norm").register_full_backward_hook(lambda m, i, o: (i[0] * torch.nan,))
         report = update.run(make_batch(seed=1), 1, Steering(), no_op, lambda: touched.append(1))

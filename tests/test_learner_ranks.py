@@ -94,7 +94,7 @@ def test_what_is_not_finite_on_one_rank_is_skipped_on_all_and_changes_nothing(fo
     loss = f"loss is not finite on 1 of {len(found.ranks)}"
     for results in (rank[f"poison {kind}"] for rank in found.ranks):
         assert results["skipped"] and results["same"] and results["touched"] == []
-        assert results["reason"].startswith("gradient norm is not finite" if kind == "gradient" else loss)
+        assert results["reason"].startswith("policy/grad_norm is not finite" if kind == "gradient" else loss)
         assert results["reason"] == found.ranks[0][f"poison {kind}"]["reason"]
 
 
