@@ -25,6 +25,7 @@ from .learner_cases import (
     on_policy,
     weights,
 )
+from .step_cases import METHODS, ODD, all_finite, method_update, near_batch, step_of
 
 torch.set_num_threads(1)
 
@@ -197,3 +198,53 @@ def test_the_gradient_is_clipped_to_its_global_norm_and_the_norm_before_is_repor
     got, report = gradients_of(tight, make_policy(), make_batch())
     assert report.metrics["policy/grad_norm"] == pytest.approx(norm, rel=1e-5)
     assert distance(got, {name: g / 10 for name, g in free.items()}) < 1e-4
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_with_no_method_does_the_micro_batch_budget_change_gradient_or_figures(name):
+    expected, report = step_of(method_update(name, 10_000), near_batch())
+    assert not report.skipped
+    for budget in (24, 60):
+        got, other = step_of(method_update(name, budget), near_batch())
+        assert distance(got, expected) < 1e-5
+        assert other.metrics == pytest.approx(report.metrics, rel=1e-4, abs=1e-6)
+
+
+@pytest.mark.parametrize("odd", ODD)
+@pytest.mark.parametrize("name", METHODS)
+def test_an_odd_batch_gives_finite_gradients_and_figures_and_the_run_goes_on(name, odd):
+    update, batch = method_update(name, 60), ODD[odd]()
+    grads, report = step_of(update, batch)
+    assert not report.skipped and report.num_tokens == batch.mask.sum()
+    assert all_finite(grads, report)
+    assert not step_of(update, near_batch(), 1)[1].skipped
+
+
+def test_a_token_that_could_not_have_been_sampled_shows_in_the_figures_at_their_bound():
+    _, report = step_of(method_update("token_mean", 60), ODD["far"]())
+    assert report.metrics["is/ratio_max"] == pytest.approx(np.exp(20), rel=1e-4)
+    assert report.metrics["mismatch/abs_max"] == 20
+
+
+def test_answers_that_are_all_equal_give_no_gradient_to_a_method_that_compares_them():
+    grads, report = step_of(method_update("token_mean", 60), ODD["equal"]())
+    assert grads and not any(g.any() for g in grads.values()) and report.metrics["policy/grad_norm"] == 0
+
+
+def test_masks_leave_out_some_tokens_and_each_of_the_m2po_masks_has_a_cut_of_its_own():
+    masks = METHODS["sequences"]["masks"]
+    together = step_of(method_update("sequences", 60), near_batch())[1].metrics
+    for name, options in masks.items():
+        alone, _ = make_update(make_config(METHODS["sequences"] | {"masks": {name: options}}), make_policy())
+        share = step_of(alone, near_batch())[1].metrics[f"mask/{name}"]
+        assert 0 < share < 1 and together[f"mask/{name}"] == share
+
+
+def test_a_mini_batch_that_was_skipped_leaves_the_figures_of_the_other_finite():
+    config, batch = make_config({"num_minibatches": 2}), near_batch()
+    spoiled = batch.logp_behav.copy()
+    spoiled[np.flatnonzero(batch.mask)[0]] = np.nan
+    update, _ = make_update(config, make_policy())
+    report = step_of(update, dataclasses.replace(batch, logp_behav=spoiled))[1]
+    assert not report.skipped and report.reason == "loss is not finite on 1 of 1 ranks"
+    assert all_finite({}, report)
