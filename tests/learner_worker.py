@@ -145,7 +145,7 @@ class Rank:
             return objective(scored, step, part, logp_T * torch.nan, entropy_T, tally)
 
         if self.rank == 1 and kind == "loss":
-            update.objective = spoiled
+            update.objective = spoiled  # pyright: ignore[reportAttributeAccessIssue]
         if self.rank == 1 and kind == "gradient":
             policy.hf.get_submodule("model.norm").register_full_backward_hook(lambda m, i, o: (i[0] * torch.nan,))
         report = update.run(make_batch(seed=1), 1, Steering(), no_op, lambda: touched.append(1))
