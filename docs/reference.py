@@ -7,6 +7,7 @@ Docstrings and comments in async_rl/config are the source. In algorithms.md and 
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeGuard
 
@@ -74,7 +75,7 @@ def _yaml(value: Any) -> str:
     return str(value)
 
 
-def options(kind: str, table: dict[str, type[BaseModel]]) -> str:
+def options(kind: str, table: Mapping[str, type[BaseModel]]) -> str:
     """One row per method and option."""
     rows = [f"| {kind} | option | default | meaning |", "|---|---|---|---|"]
     for name, section in table.items():

@@ -28,6 +28,7 @@ from async_rl.weights.source import WeightSource
 
 from .learner_cases import CPU, flat_bytes, full, gradients_of, make_batch, make_config, make_policy, make_update, weights
 from .ranks import fork_ranks
+from .step_cases import METHODS, far_batch, method_update, near_batch, one_token_batch, step_of
 
 TIMEOUT = timedelta(seconds=120)
 BATCHES: dict[str, dict[str, Any]] = {
@@ -71,6 +72,12 @@ class Rank:
         tight = make_config(learner={"max_grad_norm": 0.1})
         for name, mesh in (("clipped", self.mesh), ("clipped hybrid", self.hybrid)):
             self.keep(name, *gradients_of(tight, make_policy(mesh=mesh), make_batch(seed=1), self.group))
+
+    def methods(self) -> None:
+        for name in METHODS:
+            self.keep(name, *step_of(method_update(name, 48, self.group, self.mesh), near_batch()))
+            self.keep(f"{name}, few", *step_of(method_update(name, 48, self.group, self.mesh), one_token_batch()))
+        self.keep("far", *step_of(method_update("sequences", 48, self.group, self.mesh), far_batch()))
 
     def keep(self, name: str, grads: dict[str, torch.Tensor], report) -> None:
         self.results[name] = {"grads": grads, "metrics": report.metrics, "num_tokens": report.num_tokens}
@@ -132,14 +139,13 @@ class Rank:
         update, optimizer = make_update(make_config(), policy, self.group)
         update.run(make_batch(seed=1), 0, Steering(), no_op, no_op)
         before = state(policy, optimizer)
-        forward = update._forward
+        objective = update.objective
 
-        def spoiled(scored):
-            logp, entropy = forward(scored)
-            return logp * torch.nan, entropy
+        def spoiled(scored, step, part, logp_T, entropy_T, tally):
+            return objective(scored, step, part, logp_T * torch.nan, entropy_T, tally)
 
         if self.rank == 1 and kind == "loss":
-            update._forward = spoiled
+            update.objective = spoiled  # pyright: ignore[reportAttributeAccessIssue]
         if self.rank == 1 and kind == "gradient":
             policy.hf.get_submodule("model.norm").register_full_backward_hook(lambda m, i, o: (i[0] * torch.nan,))
         report = update.run(make_batch(seed=1), 1, Steering(), no_op, lambda: touched.append(1))
@@ -229,7 +235,8 @@ def state(policy, optimizer) -> dict[str, torch.Tensor]:
 def work(num_ranks: int, rank: int, folder: Path, other: Path | None) -> None:
     torch.set_num_threads(1)
     own = Rank(num_ranks, rank, folder, other)
-    for case in (own.scatter, own.gradients, own.mini_batches, own.gathers, own.poison, own.checkpoints, own.other_checkpoints):
+    training = (own.gradients, own.methods, own.mini_batches, own.gathers, own.poison)
+    for case in (own.scatter, *training, own.checkpoints, own.other_checkpoints):
         case()
     torch.save(own.results, folder / f"rank{rank}.pt")
     dist.destroy_process_group()

@@ -17,6 +17,7 @@ from async_rl.learner.shaping import RewardShaping
 from async_rl.types import Attempt, Group, Trajectory
 
 from .ledger_samples import make_prompt, make_trajectory
+from .step_cases import METHODS, all_finite, method_update, step_of
 
 
 def _record(group_id: int, trajectories: list[Trajectory]) -> Record:
@@ -204,3 +205,18 @@ def test_rows_that_somebody_else_wrote_cost_a_run_no_result() -> None:
     result = summarize([own | {"lag/hist": [2, 2]}, *odd], {})
     assert (result["policy_version"], result["lag_mean"], result["lag_max"], result["lag_hist"]) == (4, 0.5, 1, [2, 2])
     assert (result["reward_last"], result["evals"]) == (0.75, [[None, 0.5]])
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_reward_of_nan_equal_rewards_and_answers_of_one_token_are_counted_and_trained_on(method: str) -> None:
+    records = [
+        _record(1, _answers([1.0, 0.0, math.nan])),
+        _record(2, _answers([1.0, 1.0])),
+        _record(3, _answers([0.0, 1.0], 1)),
+    ]
+    batch, metrics = _assembled(records, 0, METHODS[method])
+    assert metrics["reward/num_invalid"] == 1
+    assert np.isfinite(batch.rewards).all() and np.isfinite(batch.advantages).all()
+    assert int(batch.mask.sum()) == 6 + 6 + 2, "the answer that could not be scored is left out"
+    grads, report = step_of(method_update(method, 60), batch)
+    assert not report.skipped and report.num_tokens == 14 and all_finite(grads, report)

@@ -27,7 +27,7 @@ PAUSED, GOES_ON = "training is paused", "training goes on on probation"
 
 def make_training(folder: Path, *kls: float | None, incarnation: int = 1, **kl: Any) -> Training:
     """From version 0 on, each step measures the next of `kls`, and those after them 1 nat."""
-    return Training(folder, dict(enumerate(kls)), make_config(folder, **kl), incarnation)
+    return Training(folder, dict(enumerate(kls)), make_config(folder, **kl), incarnation=incarnation)
 
 
 def assert_books_balance(training: Training, *, trained: int) -> int:

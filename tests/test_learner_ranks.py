@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import re
 
+import numpy as np
 import pytest
 import torch
 
 from async_rl.learner.checkpoint import Checkpointer, policy_tensors
+from async_rl.learner.minibatches import batch_tensors, deal
 from async_rl.learner.steering import Steering
 
-from .learner_cases import distance, gradients_of, make_batch, make_config, make_policy, make_update, weights
+from .learner_cases import CPU, distance, gradients_of, make_batch, make_config, make_policy, make_update, weights
 from .learner_worker import BATCHES, MODES, no_op, state
 from .ranks import Found, run_ranks
+from .step_cases import METHODS, far_batch, method_update, near_batch, one_token_batch, step_of
 
 torch.set_num_threads(1)
 pytestmark = [pytest.mark.process, pytest.mark.timeout(600)]
@@ -46,6 +49,33 @@ def test_ranks_give_the_gradient_and_figures_of_one(found, name, mode):
         assert results["metrics"] == pytest.approx(report.metrics, rel=1e-4, abs=1e-6)
         assert results["num_tokens"] == report.num_tokens
         assert results["metrics"] == found.ranks[0][f"{name} {mode}"]["metrics"]
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_every_method_gives_the_gradients_and_figures_of_one_rank_also_with_a_rank_that_has_no_token(found, name):
+    for case, batch in ((name, near_batch()), (f"{name}, few", one_token_batch())):
+        expected, report = step_of(method_update(name, 48), batch)
+        for results in (rank[case] for rank in found.ranks):
+            assert distance(results["grads"], expected) < 1e-5
+            assert results["metrics"] == pytest.approx(report.metrics, rel=1e-4, abs=1e-6)
+            assert results["metrics"] == found.ranks[0][case]["metrics"]
+
+
+def test_a_log_ratio_of_200_is_finite_and_counted_on_all_ranks(found):
+    expected, report = step_of(method_update("sequences", 48), far_batch())
+    for results in (rank["far"] for rank in found.ranks):
+        assert distance(results["grads"], expected) < 1e-5
+        assert results["metrics"] == pytest.approx(report.metrics, rel=1e-4, abs=1e-6)
+        assert results["metrics"]["mismatch/abs_max"] == 20
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_those_ranks_share_the_answers_of_a_group(num_ranks):
+    config, batch = make_config(METHODS["prompt_mean"], {"microbatch_tokens": 48}), near_batch()
+    tokens_N = batch_tensors(batch, CPU).num_tokens_N
+    parts = [deal(config, batch, tokens_N, 0, rank, num_ranks)[0] for rank in range(num_ranks)]
+    groups = [set(batch.group_ids[np.concatenate(part.micro)].tolist()) for part in parts]
+    assert len(set.intersection(*groups)) > 0
 
 
 def test_untied_embeddings_and_a_hybrid_mesh_give_the_same_gradient(found):
@@ -94,7 +124,7 @@ def test_what_is_not_finite_on_one_rank_is_skipped_on_all_and_changes_nothing(fo
     loss = f"loss is not finite on 1 of {len(found.ranks)}"
     for results in (rank[f"poison {kind}"] for rank in found.ranks):
         assert results["skipped"] and results["same"] and results["touched"] == []
-        assert results["reason"].startswith("gradient norm is not finite" if kind == "gradient" else loss)
+        assert results["reason"].startswith("policy/grad_norm is not finite" if kind == "gradient" else loss)
         assert results["reason"] == found.ranks[0][f"poison {kind}"]["reason"]
 
 

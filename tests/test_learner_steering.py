@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from async_rl.config import Config
 from async_rl.learner.checkpoint import Checkpointer
 from async_rl.learner.commands import Code, Commands
 from async_rl.learner.model import make_mesh
@@ -29,8 +30,10 @@ TIMEOUT = timedelta(seconds=60)
 class Following:
     """An update that keeps what it was called with, and moves its rank's share of the weights."""
 
-    def __init__(self, policy: Any, optimizer: Any) -> None:
-        self.policy, self.optimizer = policy, optimizer
+    critic = None
+
+    def __init__(self, config: Config, policy: Any, optimizer: Any) -> None:
+        self.config, self.policy, self.optimizer = config, policy, optimizer
         self.called: list[tuple[int, Steering]] = []
 
     def run(self, batch: Any, step: int, steering: Steering, boundary: Any, before_update: Any) -> None:
@@ -64,10 +67,11 @@ def work(number: int, folder: Path) -> None:
     group = dist.new_group(backend="gloo", timeout=TIMEOUT)
     assert isinstance(group, dist.ProcessGroup)
     config = make_config(learner={"ranks": 2})
-    policy = make_policy(mesh=make_mesh(config.learner, CPU))
+    mesh = make_mesh(config.learner, CPU)
+    policy = make_policy(mesh=mesh)
     _, optimizer = make_update(config, policy, group)
-    update: Any = Following(policy, optimizer)
-    rank = Rank(policy, optimizer, update, None, Commands(group), Checkpointer(folder, 1, group), group)  # pyright: ignore[reportArgumentType]
+    update: Any = Following(config, policy, optimizer)
+    rank = Rank(policy, optimizer, update, None, Commands(group), Checkpointer(folder, 1, group), mesh, group)  # pyright: ignore[reportArgumentType]
     rank.scatter = lambda batch: batch  # pyright: ignore[reportAttributeAccessIssue]  # no batch is needed here
     before = held(rank)
     if number == 0:

@@ -9,10 +9,12 @@ import pytest
 import torch
 
 from async_rl.algorithms.schedules import lr_at
+from async_rl.learner.minibatches import batch_tensors, deal
 from async_rl.learner.steering import Steering
 from async_rl.types import Batch
 
 from .learner_cases import (
+    CPU,
     distance,
     gradients_of,
     make_batch,
@@ -23,6 +25,7 @@ from .learner_cases import (
     on_policy,
     weights,
 )
+from .step_cases import METHODS, ODD, all_finite, method_update, near_batch, step_of
 
 torch.set_num_threads(1)
 
@@ -125,7 +128,7 @@ def test_a_batch_without_trainable_token_is_skipped_and_changes_nothing():
     assert all(torch.equal(value, before[name]) for name, value in weights(policy).items())
 
 
-@pytest.mark.parametrize("poison", ["loss", "gradient"])
+@pytest.mark.parametrize("poison", ["loss", "policy/grad_norm"])
 def test_a_step_that_is_not_finite_changes_neither_weights_nor_moments(poison):
     batch, policy = make_batch(), make_policy()
     update, optimizer = make_update(make_config(), policy)
@@ -138,7 +141,7 @@ def test_a_step_that_is_not_finite_changes_neither_weights_nor_moments(poison):
         policy.hf.get_submodule("model.norm").register_full_backward_hook(lambda m, i, o: (i[0] * torch.nan,))
     touched = []
     report = update.run(batch, 1, Steering(), lambda: None, lambda: touched.append(1))
-    assert report.skipped and f"{poison}" in report.reason and "not finite on 1 of 1 ranks" in report.reason
+    assert report.skipped and report.reason == f"{poison} is not finite on 1 of 1 ranks"
     assert not touched and not report.metrics
     assert all(torch.equal(value, before[name]) for name, value in weights(policy).items())
     assert all(torch.equal(value, moments[name]) for name, value in optimizer.named_state().items())
@@ -161,14 +164,14 @@ def test_with_two_mini_batches_the_first_has_ratio_one_and_both_update():
 def test_dropout_at_work_would_show_in_the_first_mini_batch():
     policy = make_policy(attention_dropout=0.5)
     policy.hf.train()
-    report = make_update(make_config({"num_minibatches": 2}), policy)[0].run(make_batch(), 0, lambda: None, lambda: None)
+    update, _ = make_update(make_config({"num_minibatches": 2}), policy)
+    report = update.run(make_batch(), 0, Steering(), lambda: None, lambda: None)
     assert report.metrics["ppo/first_minibatch_max_abs_log_r"] > 1e-2
 
 
 def test_mini_batches_part_the_groups_among_them():
-    update, _ = make_update(make_config({"num_minibatches": 3}), make_policy())
-    batch = make_batch()
-    parts = update._mini_batches(batch, update._tensors(batch).num_tokens_N, 5)
+    config, batch = make_config({"num_minibatches": 3}), make_batch()
+    parts = deal(config, batch, batch_tensors(batch, CPU).num_tokens_N, 5, 0, 1)
     groups = [set(batch.group_ids[np.concatenate(part.micro)].tolist()) for part in parts]
     assert sorted(g for group in groups for g in group) == [0, 1, 2, 3]
     assert sum(part.denominator for part in parts) == batch.mask.sum()
@@ -181,7 +184,8 @@ def test_the_callbacks_come_with_weights_untouched_until_the_update():
     def look() -> None:
         seen.append(all(torch.equal(value, before[name]) for name, value in weights(policy).items()))
 
-    report = make_update(make_config(learner={"microbatch_tokens": 40}), policy)[0].run(make_batch(), 0, look, look)
+    update, _ = make_update(make_config(learner={"microbatch_tokens": 40}), policy)
+    report = update.run(make_batch(), 0, Steering(), look, look)
     assert not report.skipped and len(seen) > 3 and all(seen)
     assert not torch.equal(weights(policy)["model.norm.weight"], before["model.norm.weight"])
 
@@ -194,3 +198,53 @@ def test_the_gradient_is_clipped_to_its_global_norm_and_the_norm_before_is_repor
     got, report = gradients_of(tight, make_policy(), make_batch())
     assert report.metrics["policy/grad_norm"] == pytest.approx(norm, rel=1e-5)
     assert distance(got, {name: g / 10 for name, g in free.items()}) < 1e-4
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_with_no_method_does_the_micro_batch_budget_change_gradient_or_figures(name):
+    expected, report = step_of(method_update(name, 10_000), near_batch())
+    assert not report.skipped
+    for budget in (24, 60):
+        got, other = step_of(method_update(name, budget), near_batch())
+        assert distance(got, expected) < 1e-5
+        assert other.metrics == pytest.approx(report.metrics, rel=1e-4, abs=1e-6)
+
+
+@pytest.mark.parametrize("odd", ODD)
+@pytest.mark.parametrize("name", METHODS)
+def test_an_odd_batch_gives_finite_gradients_and_figures_and_the_run_goes_on(name, odd):
+    update, batch = method_update(name, 60), ODD[odd]()
+    grads, report = step_of(update, batch)
+    assert not report.skipped and report.num_tokens == batch.mask.sum()
+    assert all_finite(grads, report)
+    assert not step_of(update, near_batch(), 1)[1].skipped
+
+
+def test_a_token_that_could_not_have_been_sampled_shows_in_the_figures_at_their_bound():
+    _, report = step_of(method_update("token_mean", 60), ODD["far"]())
+    assert report.metrics["is/ratio_max"] == pytest.approx(np.exp(20), rel=1e-4)
+    assert report.metrics["mismatch/abs_max"] == 20
+
+
+def test_answers_that_are_all_equal_give_no_gradient_to_a_method_that_compares_them():
+    grads, report = step_of(method_update("token_mean", 60), ODD["equal"]())
+    assert grads and not any(g.any() for g in grads.values()) and report.metrics["policy/grad_norm"] == 0
+
+
+def test_masks_leave_out_some_tokens_and_each_of_the_m2po_masks_has_a_cut_of_its_own():
+    masks = METHODS["sequences"]["masks"]
+    together = step_of(method_update("sequences", 60), near_batch())[1].metrics
+    for name, options in masks.items():
+        alone, _ = make_update(make_config(METHODS["sequences"] | {"masks": {name: options}}), make_policy())
+        share = step_of(alone, near_batch())[1].metrics[f"mask/{name}"]
+        assert 0 < share < 1 and together[f"mask/{name}"] == share
+
+
+def test_a_mini_batch_that_was_skipped_leaves_the_figures_of_the_other_finite():
+    config, batch = make_config({"num_minibatches": 2}), near_batch()
+    spoiled = batch.logp_behav.copy()
+    spoiled[np.flatnonzero(batch.mask)[0]] = np.nan
+    update, _ = make_update(config, make_policy())
+    report = step_of(update, dataclasses.replace(batch, logp_behav=spoiled))[1]
+    assert not report.skipped and report.reason == "loss is not finite on 1 of 1 ranks"
+    assert all_finite({}, report)

@@ -104,10 +104,12 @@ def _bounded(ratio_R: Tensor, mode: str, low: float | None, high: float | None) 
         return ratio_R
     if mode not in MODES:
         raise ValueError(f"unknown mode {mode!r}: one of {', '.join(MODES)}")
-    if high is None or (low is None and mode != "truncate"):
-        raise ValueError(f"mode {mode!r} needs {'high' if high is None else 'low'}, but it is None")
+    if high is None:
+        raise ValueError(f"mode {mode!r} needs high, but it is None")
     if mode == "truncate":
         return ratio_R.clamp(max=high)
+    if low is None:
+        raise ValueError(f"mode {mode!r} needs low, but it is None")
     if mode == "clip":
         return ratio_R.clamp(low, high)
     return torch.where((ratio_R < low) | (ratio_R > high), torch.zeros_like(ratio_R), ratio_R)

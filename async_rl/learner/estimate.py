@@ -10,7 +10,7 @@ Shape legend: N trajectories and R response tokens of the batch; T scored tokens
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
@@ -41,7 +41,7 @@ class Estimates:
     logp_ref_R: Tensor | None = None
     values_R: Tensor | None = None  # in units of the return, before the first update
     returns_R: Tensor | None = None  # the critic's targets
-    cut: Tensor | None = None  # of the m2po masks: the largest square that stays
+    cuts: dict[str, Tensor] = field(default_factory=dict)  # m2po mask -> the largest square that stays
     weights: tuple[Tensor, Tensor] | None = None  # (sum, count) of the importance weights over the batch
 
 
@@ -166,7 +166,7 @@ class Estimator:
         for name in ("m2po", "m2po_all"):
             if name in a.masks:
                 args = (prox_R, t.logp_behav_R, found.advantages_R, t.mask_R)
-                found.cut = m2po_threshold(m2po_squares(*args, harmful_only=name == "m2po"), tau=a.masks[name]["tau"])
+                found.cuts[name] = m2po_threshold(m2po_squares(*args, harmful_only=name == "m2po"), tau=a.masks[name]["tau"])
         if a.correction_normalize:
             sequences = (t.mask_R, t.sequence_R, t.num_sequences)
             weight_R = CORRECTIONS[a.correction](prox_R, t.logp_behav_R, *sequences, **bounds_of(config=self.config))

@@ -70,7 +70,7 @@ def batch_tensors(batch: Batch, device: torch.device) -> BatchTensors:
     sequence_R = torch.from_numpy(np.repeat(np.arange(batch.num_trajectories), batch.response_lengths))
     mask_R, lags_R = torch.from_numpy(batch.mask), torch.from_numpy(batch.lags)
     num_tokens_N = num_tokens_per_sequence(mask_R, sequence_R, batch.num_trajectories)
-    head_lags_N = torch.zeros(batch.num_trajectories, dtype=torch.int32).index_reduce(0, sequence_R, lags_R, "amax")
+    head_lags_N = torch.zeros(batch.num_trajectories, dtype=torch.int32).scatter_reduce(0, sequence_R, lags_R, "amax")
     by_token = (torch.from_numpy(batch.logp_behav), mask_R, sequence_R, lags_R, (head_lags_N == 0)[sequence_R])
     by_answer = (num_tokens_N, *(torch.from_numpy(x) for x in (batch.rewards, batch.advantages, batch.group_ids)))
     return BatchTensors(*(x.to(device) for x in (*by_token, *by_answer)))

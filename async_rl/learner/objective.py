@@ -34,7 +34,7 @@ class Step(NamedTuple):
     estimates: Estimates
     version: int
     kl_beta: float
-    log_rho_R: Tensor  # filled in by this rank as it goes: log of proximal over behavior
+    rho_R: Tensor  # filled in by this rank as it goes: proximal over behavior probability; 0 where it has not scored
 
 
 class Objective:
@@ -95,9 +95,9 @@ class Objective:
 
     def _kept(self, terms: Terms, step: Step, tally: Tally) -> Tensor:
         """bool [T]: the tokens that no mask leaves out."""
-        keep_T = terms.mask_R
+        keep_T, cuts = terms.mask_R, step.estimates.cuts
         for name, options in self.config.algorithm.masks.items():
-            one_T = MASKS[name](terms, cut=step.estimates.cut) if "m2po" in name else MASKS[name](terms, **options)
+            one_T = MASKS[name](terms, cut=cuts[name]) if name in cuts else MASKS[name](terms, **options)
             tally.add(f"mask/{name}", (~one_T).double().sum().item(), len(one_T))
             keep_T = keep_T & one_T
         return keep_T
@@ -119,4 +119,4 @@ class Objective:
             tally.collect(diagnostics.outside(terms.logp_R, prox_T, all_T, **eps))
         if found.logp_ref_R is not None:
             tally.collect(diagnostics.reference(prox_T, found.logp_ref_R[slots_T], all_T, terms.sequence_R))
-        step.log_rho_R[slots_T] = (prox_T - behav_T).float()
+        step.rho_R[slots_T] = CORRECTIONS["token_none"](prox_T, behav_T, all_T, *whole, low=None, high=None).float()

@@ -161,11 +161,12 @@ class PolicyUpdate:
         return StepReport(len(reasons) == num_parts, "; ".join(dict.fromkeys(reasons)), metrics, num_tokens)
 
     def _percentiles(self, step: Step) -> dict[str, float]:
-        """Of proximal over behavior probability, over all trained tokens of all ranks."""
-        log_rho_R: Tensor = step.log_rho_R.cpu()
+        """Of proximal over behavior probability, over all trained tokens of all ranks with a finite one."""
+        rho_R = torch.where(step.rho_R.isfinite(), step.rho_R, 0).cpu()
         if self.group is not None:
-            dist.all_reduce(log_rho_R, group=self.group)
-        return diagnostics.ratio_percentiles(log_rho_R[step.tensors.mask_R.cpu()].exp().numpy(), "is/ratio")
+            # Not a sum: in another epoch a token may have been dealt to another rank.
+            dist.all_reduce(rho_R, op=dist.ReduceOp.MAX, group=self.group)
+        return diagnostics.ratio_percentiles(rho_R[rho_R > 0].numpy(), "is/ratio")
 
     def _micro_batches(self, batch: Batch, part: MiniBatch, boundary: Callback) -> Iterator[tuple[bool, Scored]]:
         """(is it the last, micro-batch) of this rank, with `boundary` called before each."""

@@ -37,9 +37,9 @@ def slow_value_loss(v, old, r, clip):
 @given(rows, st.sampled_from([0.2, 0.5, None]))
 def test_loss_and_gradient_equal_their_plain_loop_whatever_is_under_the_mask(table, clip):
     mask = bools([row[3] for row in table])
-    columns = [torch.where(mask, f64([row[k] for row in table]), math.nan) for k in range(3)]
-    values = columns[0].clone().requires_grad_()
-    got = value_loss(values, *columns[1:], mask, clip=clip)
+    values, old, returns = (torch.where(mask, f64([row[k] for row in table]), math.nan) for k in range(3))
+    values.requires_grad_()
+    got = value_loss(values, old, returns, mask, clip=clip)
     got.loss.sum().backward()
     assert values.grad is not None
     want = [slow_value_loss(v, old, r, clip or 1e9) if m else (0.0, 0.0) for v, old, r, m in table]

@@ -81,13 +81,15 @@ def test_gae_equals_its_plain_loop_for_ragged_rows_and_a_lambda_each(rows, gamma
 @given(ragged, lambdas)
 def test_garbage_under_the_mask_and_the_order_of_trajectories_change_no_bit(rows, lam):
     ends = f64([0.5 * i for i in range(len(rows))])
-    clean = gae(*columns(rows)[:2], columns(rows)[4], sequence_of(rows), ends, gamma=0.9, lam=lam)
+    rewards, values, _, _, mask = columns(rows)
+    clean = gae(rewards, values, mask, sequence_of(rows), ends, gamma=0.9, lam=lam)
     for garbage in (math.nan, math.inf):
         rewards, values, _, _, mask = columns(rows, garbage=garbage)
         dirty = gae(rewards, values, mask, sequence_of(rows), ends, gamma=0.9, lam=lam)
         assert all(torch.equal(a, b) for a, b in zip(clean, dirty, strict=True))
     turned = rows[::-1]
-    there = gae(*columns(turned)[:2], columns(turned)[4], sequence_of(turned), ends.flip(0), gamma=0.9, lam=lam)
+    rewards, values, _, _, mask = columns(turned)
+    there = gae(rewards, values, mask, sequence_of(turned), ends.flip(0), gamma=0.9, lam=lam)
     order = torch.cat([(sequence_of(rows) == i).nonzero().squeeze(1) for i in reversed(range(len(rows)))])
     assert all(torch.equal(a[order], b) for a, b in zip(clean, there, strict=True))
 

@@ -50,6 +50,7 @@ def step(logp, prox, behav, adv, mask, sequence, num_sequences, mode="token_mean
     loss = LOSSES["decoupled_ppo"](terms, **BOUNDS).loss
     total = aggregation.contribution(loss, scale, mask, 1, aggregation.denominator(mode, counts, group_ids_N=alone))
     total.backward()
+    assert terms.logp_R.grad is not None
     return total.detach(), terms.logp_R.grad
 
 
