@@ -155,4 +155,4 @@ def distance(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
     """Relative L2 distance over all tensors."""
     assert a.keys() == b.keys() and a
     off = sum(((a[k] - b[k]).double() ** 2).sum().item() for k in a)
-    return (off / sum((b[k].double() ** 2).sum().item() for k in b)) ** 0.5
+    return (off / sum((b[k].double() ** 2).sum().item() for k in b)) ** 0.5 if off else 0.0
