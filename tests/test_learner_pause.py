@@ -56,34 +56,28 @@ def saved(folder: Path) -> list[int]:
 
 
 def test_a_pause_drops_what_the_runaway_policy_sampled_and_training_goes_on(tmp_path: Path, monkeypatch: Any) -> None:
-    training = make_training(tmp_path, LOW, LOW, HIGH, HIGH, 7.0, LOW)
+    training = make_training(tmp_path, HIGH, 7.0, LOW, gate_patience=1)  # of the first four leases, one step takes two
     books: list[dict[str, Any]] = []
     training.on_notice[GOES_ON] = lambda: books.append(training.groups())
     assert training.train(monkeypatch, delay_s=0.05) == (0, "finished", "8 steps done")
     (drained,) = books
     assert drained["waiting"] == drained["leased"] == drained["ready"] == drained["taken"] == 0
-    assert drained["dropped"]["skipped"] == drained["granted"] - drained["trained"] > 0
+    assert drained["dropped"]["skipped"] == drained["granted"] - drained["trained"] >= 2
     assert assert_books_balance(training, trained=16) == drained["dropped"]["skipped"], "nothing is skipped outside the pause"
-    assert states(training) == [0, 0, 0, 1, 2, 0, 0, 0]
-    assert [row["lr_scale"] for row in training.rows()] == [1.0] * 4 + [0.5] * 4
-    assert [training.steered[v] for v in (3, 4)] == [Steering(1.0, 0.0), Steering(0.5, 0.0)]
+    assert states(training) == [1, 2, 0, 0, 0, 0, 0, 0]
+    assert [row["lr_scale"] for row in training.rows()] == [1.0] + [0.5] * 7
+    assert [training.steered[v] for v in (0, 1)] == [Steering(1.0, 0.0), Steering(0.5, 0.0)]
     assert result(training)["kl_pauses"] == 1 and result(training)["idle_s"]["gate"] > 0
     paused, goes_on, over = [notice for notice in training.notices if "KL" in notice or "probation" in notice]
-    assert paused.startswith("training is paused at version 4: the KL to the reference is 20 nats per answer, above ")
+    assert paused.startswith("training is paused at version 1: the KL to the reference is 20 nats per answer, above ")
     assert "gate_action=halve_lr, 1 of 3" in paused and "lr_scale 0.5" in goes_on
-    assert over == "the KL gate's alarm is over at version 5: 1 nats per answer"
+    assert over == "the KL gate's alarm is over at version 2: 1 nats per answer"
 
 
 def test_a_group_that_never_comes_holds_a_pause_up_until_its_lease_ends(tmp_path: Path, monkeypatch: Any) -> None:
-    training = make_training(tmp_path, HIGH, HIGH)
-    training.config = training.config.model_copy(update={"num_steps": 3})
-
-    def mute() -> None:
-        training.rollout.mute = True
-
-    training.on_step[1] = mute
-    training.on_notice[GOES_ON] = lambda: setattr(training.rollout, "mute", False)
-    training.ledger.rules.__dict__["lease_timeout_s"] = 1.5
+    config = make_config(tmp_path, gate_patience=1)
+    training = Training(tmp_path, {0: HIGH}, config, lease_timeout_s=3.0, answered=3)  # of four, before the pause at version 1
+    training.on_notice[GOES_ON] = lambda: setattr(training, "answered", 1000)
     assert training.train(monkeypatch)[:2] == (0, "finished")
     assert training.ledger.books()["attempts"]["expired"] > 0
     assert_books_balance(training, trained=16)
@@ -162,7 +156,8 @@ class Told:
 
     def watch(self) -> None:
         deadline = time.monotonic() + 10
-        while self.training.ledger.oldest_lease(0.0) and time.monotonic() < deadline:
+        control, ledger = self.training.control, self.training.ledger
+        while (control.admitting or ledger.oldest_lease(0.0)) and time.monotonic() < deadline:
             time.sleep(0.01)
         for _ in range(2):
             self.granted.append(self.training.groups()["granted"])

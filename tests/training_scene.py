@@ -56,7 +56,7 @@ def make_config(folder: Path, **kl: Any) -> Config:
         run_dir=str(folder),
         algorithm={"kl": {"gate": 10.0, "gate_patience": 2, "gate_action": "halve_lr"} | kl},
         learner={"max_skipped_steps": 1},
-        rollout={"lease_timeout_s": 20.0, "timeout_s": 20.0, "start_timeout_s": 20.0},
+        rollout={"timeout_s": 20.0, "start_timeout_s": 20.0},
         transport={"heartbeat_timeout_s": 20.0},
         weights={"phase_timeout_s": 20.0, "bucket_bytes": 1 << 16},
         eval={"draws": 0},
@@ -75,13 +75,14 @@ class Commands:
 
 
 class AnsweringRollout(Rollout):
-    """Answers each lease after `delay_s`, by the version it was born at; while `mute`, never."""
+    """Answers each lease after `delay_s`, by the version it was born at, but those beyond the first `answered` never."""
 
-    delay_s, mute = 0.0, False
+    scene: Training
+    delay_s = 0.0
 
     def _hear(self, message: Message) -> None:
         super()._hear(message)
-        if isinstance(message, Lease) and not self.mute:
+        if isinstance(message, Lease) and len(self.leases) <= self.scene.answered:
             threading.Timer(self.delay_s, self._answer, (message,)).start()
 
     def _answer(self, lease: Lease) -> None:
@@ -100,6 +101,8 @@ class Training:
     config: Config
     critic: None = None
     incarnation: int = 1
+    lease_timeout_s: float = 20.0
+    answered: int = 1000  # leases
     on_notice: dict[str, Callable[[], object]] = field(default_factory=dict)  # beginning of a notice -> what then happens
     on_step: dict[int, Callable[[], object]] = field(default_factory=dict)  # version -> what happens before its step
     notices: list[str] = field(default_factory=list)
@@ -198,7 +201,7 @@ class Training:
             max_staleness=c.max_staleness,
             num_steps=c.num_steps,
             max_group_bytes=c.max_group_bytes,
-            lease_timeout_s=c.rollout.lease_timeout_s,
+            lease_timeout_s=self.lease_timeout_s,
         )
 
     def _notice(self, text: str) -> None:
