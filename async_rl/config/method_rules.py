@@ -18,7 +18,7 @@ WHOLE_BATCH_MASKS = {"m2po", "m2po_all"}
 
 
 def method_rules(c: Config) -> Rules:
-    return [*_advantages(c), *_staleness(c), *_reference(c), *_group_sizes(c)]
+    return [*_advantages(c), *_hybrid(c), *_staleness(c), *_reference(c), *_group_sizes(c)]
 
 
 def _advantages(c: Config) -> Rules:
@@ -42,17 +42,6 @@ def _advantages(c: Config) -> Rules:
             f"algorithm.advantage_options.c_bar is {vtrace.get('c_bar')}, above rho_bar={vtrace.get('rho_bar')}: lower it",
         ),
         (
-            hybrid and a.advantage_options["grpo_end"] >= a.advantage_options["ppo_start"],
-            f"algorithm.advantage_options.grpo_end is {a.advantage_options.get('grpo_end')}, not below "
-            f"ppo_start={a.advantage_options.get('ppo_start')}: lower it",
-        ),
-        (
-            hybrid and a.advantage_options["critic_start"] > a.advantage_options["grpo_end"],
-            f"algorithm.advantage_options.critic_start is {a.advantage_options.get('critic_start')}, but the critic is used "
-            "from "
-            f"grpo_end={a.advantage_options.get('grpo_end')} on: start it earlier",
-        ),
-        (
             a.loss in OF_ANSWERS and (a.advantage in BY_TOKEN or hybrid),
             f"algorithm.loss={a.loss} has one advantage per answer, but advantage={a.advantage} gives one per token: use "
             "dr_grpo",
@@ -69,7 +58,7 @@ def _advantages(c: Config) -> Rules:
             f"rollout.max_new_tokens={c.rollout.max_new_tokens}: lower it",
         ),
         (
-            a.num_minibatches > fewest,
+            0 < fewest < a.num_minibatches,
             f"algorithm.num_minibatches is {a.num_minibatches}, more than the {fewest} groups of a step (groups_per_step)",
         ),
         (
@@ -81,6 +70,24 @@ def _advantages(c: Config) -> Rules:
             a.critic.warmup_steps > 0 and a.has_critic and a.critic.warmup_steps >= c.num_steps,
             f"algorithm.critic.warmup_steps is {a.critic.warmup_steps}, which leaves no step of num_steps={c.num_steps} to the "
             "policy: lower it",
+        ),
+    ]
+
+
+def _hybrid(c: Config) -> Rules:
+    if c.algorithm.advantage != "hybrid":
+        return []
+    o = c.algorithm.advantage_options
+    return [
+        (
+            o["grpo_end"] >= o["ppo_start"],
+            f"algorithm.advantage_options.grpo_end is {o['grpo_end']}, not below ppo_start={o['ppo_start']}: lower it",
+        ),
+        (
+            o["critic_start"] > o["grpo_end"],
+            f"algorithm.advantage_options.critic_start is {o['critic_start']}, but the critic is used "
+            "from "
+            f"grpo_end={o['grpo_end']} on: start it earlier",
         ),
     ]
 
@@ -113,8 +120,7 @@ def _staleness(c: Config) -> Rules:
         (
             once and a.num_minibatches * a.num_epochs == 1,
             "algorithm.proximal is loglinear, but one optimizer step per batch has its proximal log-probs for nothing: "
-            "leave it "
-            "out, or raise num_minibatches or num_epochs",
+            "leave it out, or raise num_minibatches or num_epochs",
         ),
         (
             once and bool(whole or a.correction_normalize or a.advantage == "vtrace" or _kl_in_reward(c)),
