@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.process, pytest.mark.timeout(240)]
 # The toy draws its ids evenly, so its log-probs are far from the policy's: bounds are wide here, or nothing would be left.
 SMALL = [
     *("rollout.engine=toy", "model.make=null", "groups_per_step=4", "rollout.num_slots=4", "eval.draws=0", "num_steps=3"),
-    "rollout.max_new_tokens=48",
+    *("rollout.max_new_tokens=48", "data.num_items=500"),
     "data.reward=tests.reward_functions:parity",
 ]
 # One line is one run; together they hold every preset, method, mask and option of a kind.
