@@ -25,8 +25,7 @@ SMALL = [
 # One line is one run; together they hold every preset, method, mask and option of a kind.
 RUNS = [
     "grpo algorithm.masks.icepop.low=0 algorithm.masks.icepop.high=1e6 algorithm.masks.sequence_k3_mean.high=1e6 "
-    "algorithm.entropy_coef=0.001 "
-    "learner.lr_by_ess=true",
+    "algorithm.entropy_coef=0.001 learner.lr_by_ess=true",
     "dr_grpo algorithm.correction=sequence_truncate algorithm.overlong_buffer_tokens=4 algorithm.normalizer=ema",
     "lite_ppo algorithm.aggregation=prompt_mean algorithm.correction=geometric_mask algorithm.correction_options.high=1e6 "
     "algorithm.correction_options.low=0 algorithm.masks.sequence_product.high=1e6",
@@ -47,14 +46,14 @@ RUNS = [
     "bypass_ppo algorithm.masks.opsm.delta=0.5 adaptive_group_sizes=[2,16]",
     "cispo algorithm.correction_normalize=true",
     "gspo algorithm.masks.sequence_geomean.low=0 algorithm.masks.sequence_geomean.high=1e6",
-    "aipo algorithm.masks.m2po.tau=0.04",
-    "topr algorithm.masks.m2po_all.tau=0.04",
+    "aipo algorithm.masks.m2po.tau=1e6",
+    "topr algorithm.masks.m2po_all.tau=1e6",
     "kimi_k15",
     "kimi_pmd",
     "dppo_tv",
     "sapo",
-    "icepop",
-    "m2po",
+    "icepop algorithm.correction_options.low=0 algorithm.correction_options.high=1e6",
+    "m2po algorithm.masks.m2po.tau=1e6",
     "opsm algorithm.zero_variance=mask",
 ]
 
