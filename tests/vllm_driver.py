@@ -347,7 +347,6 @@ UNTIED = (
     "refusals",
     "recompute",
     "abort_mode",
-    "keep",
 )
 UNTIED += ("keep", "user_abort", "silent_sender", "frozen_core", "stall", "killed_core")
 TIED = ("weights_held:0", "weights_held:1", "same_weights", "ends")

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 FINISH: dict[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort"}
 POLL_S = (0.002, 0.05)  # first and longest pause between two looks at what has arrived
+IDLE_CORE_S = 30.0
 TOGETHER_S = 1.0  # longest that an idle engine waits for all requests of a batch
 REAP_S = 5.0
 log = get_logger(__name__)
@@ -149,16 +150,24 @@ class VllmEngine:
         core, last = self._engine.engine_core, self._num_begun + num_requests
         self._num_entering += 1  # so that no commit begins meanwhile
         try:
-            await self._alive(core.pause_scheduler_async(mode="keep", clear_cache=False))
+            await self._idle_core(core.pause_scheduler_async(mode="keep", clear_cache=False))
             try:
                 yield
                 deadline = time.monotonic() + TOGETHER_S
                 while (self._num_begun < last or self._num_entering > 1) and time.monotonic() < deadline:
                     await asyncio.sleep(0.001)
-            finally:
-                await self._alive(core.resume_scheduler_async())
+            finally:  # also of a membership that is cancelled because this core is frozen: bounded, or it never ends
+                await self._idle_core(core.resume_scheduler_async())
         finally:
             self._num_entering -= 1
+
+    async def _idle_core(self, call: Awaitable[T]) -> T:
+        """A core with nothing to do answers at once; raises EngineDead for one that does not."""
+        try:
+            async with asyncio.timeout(IDLE_CORE_S):
+                return await self._alive(call)
+        except TimeoutError:
+            raise EngineDead(f"the idle engine core has not answered for {IDLE_CORE_S:g} s") from None
 
     async def abort(self, request_ids: list[str]) -> None:
         """See Engine.abort; unknown ids are ignored, they may have ended meanwhile."""
