@@ -235,6 +235,13 @@ def test_a_commit_that_does_not_finish_leaves_the_engine_serving_nothing_until_a
     assert len(seen["in flight"].token_ids) == 390 and 52 not in seen["in flight"].versions
 
 
+def test_an_idle_core_that_freezes_while_requests_enter_together_is_dead_within_its_deadline(held):
+    seen = scene(held, "frozen_idle_core", "tied")
+    for moment in ("pause", "resume"):
+        assert seen[moment].startswith("EngineDead: the idle engine core has not answered for 1 s")
+        assert seen[f"{moment}_s"] < 10
+
+
 def test_a_killed_core_is_reported_as_dead_at_once(held):
     seen = scene(held, "killed_core")
     assert seen["generate"].startswith("EngineDead: ") and seen["ping"].startswith("EngineDead: ")

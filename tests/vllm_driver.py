@@ -23,6 +23,7 @@ import numpy as np
 import torch
 
 from async_rl.config import Config, parse_config
+from async_rl.rollout import vllm_engine
 from async_rl.rollout.vllm_engine import VllmEngine
 from async_rl.types import Sampling, WeightName
 from async_rl.weights.checksum import digest
@@ -332,6 +333,25 @@ class Scenes:
         in_flight = await error_of(asyncio.wait_for(task, 20))
         return {"generate": in_flight, "ping": await error_of(self.engine.ping(5))}
 
+    async def frozen_idle_core(self) -> dict[str, Any]:
+        """The core stops just before requests are to enter together, then while they do."""
+        core, seen = self.engine._core.pid or 0, {}
+        vllm_engine.IDLE_CORE_S = 1.0
+
+        async def enter(*, frozen_at: str) -> None:
+            if frozen_at == "pause":
+                os.kill(core, signal.SIGSTOP)
+            async with self.engine.together(2):
+                os.kill(core, signal.SIGSTOP)
+
+        for moment in ("pause", "resume"):
+            start = time.monotonic()
+            seen[moment] = await error_of(asyncio.wait_for(enter(frozen_at=moment), 20))
+            seen[f"{moment}_s"] = time.monotonic() - start
+            os.kill(core, signal.SIGCONT)
+            await self.engine._engine.engine_core.resume_scheduler_async()
+        return seen
+
     async def ends(self) -> dict[str, Any]:
         draw = self.engine.generate
         answers = await asyncio.gather(*[draw(PROMPT, Sampling(250, 1.0, seed=i), f"end{i}") for i in range(12)])
@@ -339,17 +359,9 @@ class Scenes:
         return {"ids": self.engine._end_ids, "answers": answers, "stopped": stopped}
 
 
-UNTIED = (
-    "before_the_first_commit",
-    "weights_held:0",
-    "same_weights",
-    "one_batch",
-    "refusals",
-    "recompute",
-    "abort_mode",
-)
+UNTIED = ("before_the_first_commit", "weights_held:0", "same_weights", "one_batch", "refusals", "recompute", "abort_mode")
 UNTIED += ("keep", "user_abort", "silent_sender", "frozen_core", "stall", "killed_core")
-TIED = ("weights_held:0", "weights_held:1", "same_weights", "ends")
+TIED = ("weights_held:0", "weights_held:1", "same_weights", "ends", "frozen_idle_core")
 
 
 async def play_all(engine: VllmEngine, tied: bool, names: tuple[str, ...], seen: dict[str, Any]) -> None:
