@@ -19,6 +19,7 @@ from async_rl.learner import checkpoint as module
 from async_rl.learner.__main__ import _has_critic
 from async_rl.learner.checkpoint import Checkpointer, CheckpointError, policy_tensors, read_model
 from async_rl.learner.model import hf_named_parameters
+from async_rl.learner.rank import Rank
 from async_rl.learner.steering import Steering
 from async_rl.observability import files
 
@@ -354,3 +355,20 @@ def test_a_critic_is_there_before_the_first_step_when_it_was_before_or_is_in_the
     )
     with pytest.raises(CheckpointError, match="cannot be read"):
         _has_critic(configs["late"], without / "step_000000")
+
+
+@pytest.mark.parametrize("had_critic", [False, True])
+def test_a_roll_back_past_the_birth_of_the_critic_gives_it_up(had_critic, tmp_path):
+    _, update, optimizer = start()
+    update.critic = make_value_update(critic_config(), make_critic())
+    checkpointer = Checkpointer(tmp_path, keep=2)
+    rank = Rank(update.policy, optimizer, update, None, None, checkpointer, None, None)  # pyright: ignore[reportArgumentType]
+    live = rank._tensors() if had_critic else policy_tensors(optimizer)
+    saved = {name: value.detach().clone() for name, value in live.items()}
+    checkpointer.save(1, live, b"")
+    with torch.no_grad():
+        for value in rank._tensors().values():
+            value += 1
+    rank.roll_back(1)
+    assert_same(rank._tensors(), saved)
+    assert bool(rank.critic) == had_critic

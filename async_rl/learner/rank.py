@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from async_rl.learner.checkpoint import Checkpointer, policy_tensors, step_folder
+from async_rl.learner.checkpoint import Checkpointer, holds_critic, policy_tensors, step_folder
 from async_rl.learner.commands import Code, Commands
 from async_rl.learner.failure import RunStopped
 from async_rl.learner.model import PolicyModel
@@ -71,9 +71,13 @@ class Rank:
     def roll_back(self, version: int) -> None:
         """Weights, moments and RNG are those of that version's checkpoint; the caller sees to it that nothing reads them.
 
-        Raises CheckpointError; what is in memory is of no use then.
+        A critic that this version did not have yet is given up: the next step begins with a new one. Raises CheckpointError;
+        what is in memory is of no use then.
         """
-        self.load(step_folder(self.checkpointer.directory, version))
+        checkpoint = step_folder(self.checkpointer.directory, version)
+        if self.critic and not holds_critic(checkpoint):
+            self.update.critic = None
+        self.load(checkpoint)
 
     def follow_gathers(self) -> None:
         """Other ranks, within a step: gather with rank 0 until it says PROCEED."""
