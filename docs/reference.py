@@ -6,6 +6,7 @@ Docstrings and comments in async_rl/config are the source. In algorithms.md and 
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -19,6 +20,7 @@ from async_rl.config.load import PRESETS
 
 ROOT = Path(__file__).parent.parent
 CONFIG, ALGORITHMS, README = ROOT / "docs" / "config.md", ROOT / "docs" / "algorithms.md", ROOT / "README.md"
+FIGURES = ROOT / "benchmarks" / "results" / "algorithms.json"
 HEAD = """# Configuration
 
 One YAML file, then `key=value` overrides on the command line:
@@ -38,7 +40,7 @@ KINDS = {
 
 def pages() -> dict[Path, str]:
     """Each file with what it must hold."""
-    tables = {"presets": presets()} | {kind: options(kind, table) for kind, table in KINDS.items()}
+    tables = {"presets": presets(), "figures": figures()} | {kind: options(kind, table) for kind, table in KINDS.items()}
     return {
         CONFIG: config(),
         ALGORITHMS: filled(ALGORITHMS.read_text(), tables),
@@ -62,6 +64,17 @@ def presets() -> str:
         words = (PRESETS / f"{name}.yaml").read_text().splitlines()[0].removeprefix("# ")
         keys = ", ".join(f"`{key}: {_yaml(value)}`" for key, value in preset(name)["algorithm"].items())
         rows.append(f"| `{name}` | {_linked(words)} | {keys} |")
+    return "\n".join(rows)
+
+
+def figures() -> str:
+    """One row per run of benchmarks/algorithms.py."""
+    names = ("`algorithm=`, or overrides", "`eval_first`", "`eval_last`", "reward, first and last 5 steps", "lag mean, max")
+    rows = ["| " + " | ".join((*names, "all, s", "commit")) + " |", "|" + "---|" * (len(names) + 2)]
+    for name, run in json.loads(FIGURES.read_text()).items():
+        rewards, lags = f"{run['reward_first']:.2f}, {run['reward_last']:.2f}", f"{run['lag_mean']:.2f}, {run['lag_max']}"
+        evals = f"{run['eval_first']:.3f} | {run['eval_last']:.3f}"
+        rows.append(f"| `{name}` | {evals} | {rewards} | {lags} | {run['seconds']:.0f} | {run['commit']} |")
     return "\n".join(rows)
 
 

@@ -13,7 +13,7 @@ from async_rl.config import ConfigError, DataConfig, load_config, parse_config
 from async_rl.launcher import preflight
 from async_rl.launcher.datasets import check_dataset
 from async_rl.launcher.plan import Machine, make_plan
-from async_rl.launcher.prepare import Before, claim, install_model, model_recipe, prepare, unfinished
+from async_rl.launcher.prepare import Before, changes, claim, install_model, model_recipe, prepare, unfinished
 from async_rl.observability import files
 
 ROOT = Path(__file__).parent.parent
@@ -255,3 +255,16 @@ def test_a_model_is_made_beside_its_place_and_moved_there_when_it_is_whole(tmp_p
     install_model(prepared)
     assert (tmp_path / "models" / "tiny-seed5" / "config.json").exists()
     assert model_recipe(prepared) is None, "it is there now"
+
+
+def test_what_has_changed_is_told_by_key_also_when_a_method_brings_others():
+    before, after = config(), config(algorithm={"masks": {"icepop": {"low": 0.1}}}, max_staleness=1)
+    assert changes(before, before) == []
+    assert set(changes(before, after)) == {
+        f"max_staleness {before.max_staleness} -> 1",
+        "algorithm.masks.icepop.low (unset) -> 0.1",
+        "algorithm.masks.icepop.high (unset) -> 5.0",
+        "algorithm.masks.veto.threshold 0.0001 -> (unset)",
+    }
+    other = changes(before, config(algorithm={"advantage": "gae"}))
+    assert "algorithm.advantage grpo -> gae" in other and "algorithm.advantage_options.ddof 1 -> (unset)" in other

@@ -208,3 +208,16 @@ def test_a_version_without_a_checkpoint_is_nothing_to_go_back_to() -> None:
     gate.measured(1.0, 4, 8)
     gate.measured(1.0, 4, 8)
     assert gate.sound == (4,), "once, also when a step that changed nothing is done again"
+
+
+def test_a_checkpoint_is_judged_by_the_policy_it_holds_also_after_steps_that_trained_only_the_critic() -> None:
+    gate = make_gate(gate_action="roll_back")
+    gate.saved(0)
+    for version in (0, 1, 2):
+        gate.unchanged(version)
+    gate.measured(1.0, 3, 8)
+    assert gate.sound == (0,)
+    gate.measured(1.0, 4, 8)
+    gate.unchanged(7)  # of a policy that has moved on
+    gate.measured(1.0, 8, 8)
+    assert gate.sound == (0,)

@@ -12,12 +12,13 @@ from typing import Any
 import pytest
 import torch
 
+from async_rl.learner import trainer as trainer_module
 from async_rl.learner.checkpoint import checkpoints, step_of
 from async_rl.learner.commands import Code
 from async_rl.learner.gate import Phase
 from async_rl.learner.steering import Steering
 
-from .training_scene import Training, make_config
+from .training_scene import WARM_UP, Training, make_config
 
 torch.set_num_threads(1)
 pytestmark = pytest.mark.timeout(120)
@@ -25,7 +26,7 @@ HIGH, LOW = 20.0, 1.0
 PAUSED, GOES_ON = "training is paused", "training goes on on probation"
 
 
-def make_training(folder: Path, *kls: float | None, incarnation: int = 1, **kl: Any) -> Training:
+def make_training(folder: Path, *kls: float | str | None, incarnation: int = 1, **kl: Any) -> Training:
     """From version 0 on, each step measures the next of `kls`, and those after them 1 nat."""
     return Training(folder, dict(enumerate(kls)), make_config(folder, **kl), incarnation=incarnation)
 
@@ -74,6 +75,15 @@ def test_a_pause_drops_what_the_runaway_policy_sampled_and_training_goes_on(tmp_
     assert over == "the KL gate's alarm is over at version 2: 1 nats per answer"
 
 
+def test_a_long_wait_is_told_on_the_console_and_again_when_it_has_doubled(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr(trainer_module, "TELL_S", 0.5)
+    training = Training(tmp_path, {}, make_config(tmp_path), lease_timeout_s=4.0, answered=3)
+    training.on_notice["waiting for 1 s"] = lambda: setattr(training, "answered", 1000)
+    assert training.train(monkeypatch)[:2] == (0, "finished")
+    told = [notice for notice in training.notices if notice.startswith("waiting")]
+    assert told[0].startswith("waiting for 0 s for 2 groups for version 2: 1/2 ready, ") and "for 1 s" in told[1]
+
+
 def test_a_group_that_never_comes_holds_a_pause_up_until_its_lease_ends(tmp_path: Path, monkeypatch: Any) -> None:
     config = make_config(tmp_path, gate_patience=1)
     training = Training(tmp_path, {0: HIGH}, config, lease_timeout_s=3.0, answered=3)  # of four, before the pause at version 1
@@ -117,6 +127,14 @@ def test_a_second_roll_back_in_one_alarm_takes_no_checkpoint_of_that_alarm(tmp_p
     rolled = [notice for notice in training.notices if notice.startswith("rolled back")]
     assert rolled == ["rolled back: version 5 is version 1 again", "rolled back: version 8 is version 1 again"]
     assert equal(training.tensors(), training.held[1]) and result(training)["kl_pauses"] == 2
+
+
+def test_steps_that_warm_up_a_critic_are_no_alarm_and_a_roll_back_goes_to_before_them(tmp_path: Path, monkeypatch: Any) -> None:
+    training = make_training(tmp_path, WARM_UP, WARM_UP, WARM_UP, LOW, HIGH, HIGH, gate_action="roll_back")
+    assert training.train(monkeypatch)[0] == 0
+    assert states(training)[:6] == [0, 0, 0, 0, 0, 1] and result(training)["kl_pauses"] == 1
+    assert "rolled back: version 7 is version 3 again" in training.notices
+    assert equal(training.held[7], training.held[0])
 
 
 def test_a_damaged_checkpoint_is_passed_over_and_without_any_the_run_ends_in_a_sentence(

@@ -48,6 +48,8 @@ from .learner_cases import make_policy, make_update, weights
 from .ledger_samples import make_prompt, make_rules, make_trajectory
 from .scripted_members import ListHub, Rollout
 
+WARM_UP = "warm-up"
+
 
 def make_config(folder: Path, **kl: Any) -> Config:
     """Two groups a step, a checkpoint after each, of which one is kept; the gate pauses at 10 nats, twice in a row."""
@@ -94,10 +96,10 @@ class AnsweringRollout(Rollout):
 
 @dataclass
 class Training:
-    """`kls`: what the step at each version measures; None skips the step without a measurement."""
+    """`kls`: what the step at each version measures. None skips the step, and it measures nothing; so does WARM_UP for a critic."""
 
     folder: Path
-    kls: dict[int, float | None]
+    kls: dict[int, float | str | None]
     config: Config
     critic: None = None
     incarnation: int = 1
@@ -176,6 +178,9 @@ class Training:
         if kl is None:
             return StepReport(True, "the script says so", {}, 0)
         before_update()
+        if kl == WARM_UP:
+            return StepReport(False, "", {}, 8, warm_up=True)
+        assert isinstance(kl, float)
         with torch.no_grad():
             for tensor in (*self.policy.parameters(), *self.optimizer.named_state().values()):
                 tensor += 0.01 * steering.lr_scale * (step + 1)

@@ -244,6 +244,8 @@ class Ledger:
             parts.append("no rollout is live")
         elif behind := self._quorum.behind(version):
             parts.append(f"version {version} not committed by {', '.join(behind)}")
+        if self._num_filtered:
+            parts.append(f"{self._num_filtered} filtered since the last step (algorithm.max_refill bounds that)")
         if self.reserved_bytes + self.rules.max_group_bytes > self.rules.max_buffered_bytes:
             parts.append(f"byte budget full ({self.reserved_bytes} of {self.rules.max_buffered_bytes} bytes)")
         return ", ".join(parts)

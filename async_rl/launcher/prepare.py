@@ -26,6 +26,7 @@ from async_rl.launcher.plan import Machine, Plan, ProcessSpec, log_path, make_pl
 from async_rl.observability.files import replace_file
 
 CONFIG, RESULT = "config.yaml", "result.json"
+UNSET = "(unset)"
 PREVIOUS = "result.previous.json"  # so that the last run's result is never taken for the next one's, and is not lost either
 
 
@@ -151,9 +152,14 @@ def _news(prepared: Prepared) -> str:
         before = parse_config(yaml.safe_load((run_dir / CONFIG).read_text()))
     except (OSError, ValueError, yaml.YAMLError, ConfigError):
         return ""
-    old, new = _flat(before.model_dump(mode="json")), _flat(config.model_dump(mode="json"))
-    changed = [f"{key} {old[key]} -> {new[key]}" for key in new if key != "run_dir" and old.get(key) != new[key]]
-    return f", which holds a run already; changed since: {', '.join(changed) or 'nothing'}"
+    return f", which holds a run already; changed since: {', '.join(changes(before, config)) or 'nothing'}"
+
+
+def changes(before: Config, after: Config) -> list[str]:
+    """One "key old -> new" for each that differs; a method's options and masks come and go with it."""
+    old, new = _flat(before.model_dump(mode="json")), _flat(after.model_dump(mode="json"))
+    keys = [key for key in new | old if key != "run_dir" and old.get(key, UNSET) != new.get(key, UNSET)]
+    return [f"{key} {old.get(key, UNSET)} -> {new.get(key, UNSET)}" for key in keys]
 
 
 def steps_done(run_dir: Path) -> int:

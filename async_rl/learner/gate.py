@@ -38,7 +38,7 @@ class Gate:
         self.sound: tuple[int, ...] = ()  # versions with a checkpoint whose own KL let training run, oldest first
         self._alarm = KLGate()  # "paused" in its sense: from the pause to the end of probation
         self._since_action = KLGate()  # in an alarm: "paused" until the action, then counts anew
-        self._saved = -1  # version of the newest checkpoint
+        self._saved = self._saved_as = -1  # version of the newest checkpoint, and the newest that is the same policy
 
     @property
     def phase(self) -> Phase:
@@ -64,12 +64,17 @@ class Gate:
         self._since_action = self._since_action.step(kl, **options) if was.paused else self._alarm
         if not self._alarm.paused:
             self.num_actions = 0
-        if self._alarm == KLGate() and version == self._saved and version not in self.sound:
-            self.sound = (*self.sound, version)[-NUM_SOUND:]
+        if self._alarm == KLGate() and version == self._saved_as and self._saved not in self.sound:
+            self.sound = (*self.sound, self._saved)[-NUM_SOUND:]
+
+    def unchanged(self, version: int) -> None:
+        """The step from `version` to the next measured nothing and left the policy as it was."""
+        if version == self._saved_as:
+            self._saved_as = version + 1
 
     def saved(self, version: int) -> None:
         """There is a complete checkpoint of this version, the newest; whether it is sound shows when its KL is measured."""
-        self._saved = version
+        self._saved = self._saved_as = version
 
     @property
     def spared(self) -> set[int]:

@@ -9,7 +9,7 @@ not finite on any rank changes nothing on all of them.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -41,6 +41,7 @@ class StepReport:
     reason: str  # "" unless a mini-batch was skipped
     metrics: dict[str, float]  # of the mini-batches that were applied; finite
     num_tokens: int  # trainable tokens of the batch
+    warm_up: bool = False  # only the critic learnt: there is a new version, of the same policy
 
 
 class PolicyUpdate:
@@ -97,7 +98,7 @@ class PolicyUpdate:
         if warm_up:
             before_update()  # the version goes on, with the weights as they are
         total.merge(values)
-        return self._report(total, step, reasons, len(parts))
+        return replace(self._report(total, step, reasons, len(parts)), warm_up=warm_up)
 
     def _warms_up(self, version: int) -> bool:
         return self.critic is not None and version < self.config.algorithm.critic.warmup_steps

@@ -34,7 +34,7 @@ from async_rl.observability.waiting import waiting
 from async_rl.types import Prompt, WeightName
 
 T = TypeVar("T")
-POLL_S = 0.1
+POLL_S, TELL_S = 0.1, 30.0
 IDENTITY_NATS = 1e-3  # rounding is far below, a bug in the scoring far above
 SEQ_KL = "kl_ref/seq_sum"
 
@@ -159,11 +159,13 @@ class Trainer:
 
     def _watch_kl(self, report: StepReport, num_answers: int) -> dict[str, float]:
         """Show the gate the KL of the policy before this step; what the row says of the steering in it and the gate after it.
-        A step that could not measure it, and changed nothing, says nothing of the policy."""
+        A step that could not measure it, and changed nothing of the policy, says nothing of it."""
         if not self.config.algorithm.has_reference:
             return {}
         steering, was = self.gate.steering, self.gate.phase
-        if SEQ_KL in report.metrics or not report.skipped:
+        if report.warm_up and not report.skipped:
+            self.gate.unchanged(self.version)
+        elif SEQ_KL in report.metrics or not report.skipped:
             self.gate.measured(report.metrics.get(SEQ_KL, math.nan), self.version, num_answers)
         phase = self.gate.phase
         if phase is Phase.PAUSED:
@@ -338,8 +340,12 @@ class Trainer:
     # ---- waiting
 
     def _wait(self, ready: Callable[[], T | None], what: str, detail: Callable[[], str] | None = None) -> T:
-        """The first true result of `ready`, called under the lock; meanwhile gathers are served and IDLE is said."""
-        said_idle = time.monotonic()
+        """The first true result of `ready`, called under the lock; meanwhile gathers are served and IDLE is said.
+
+        A long wait is told on the console, too, and again whenever it has doubled.
+        """
+        said_idle = started = time.monotonic()
+        tell_after_s = TELL_S
         with waiting(what, detail):
             while True:
                 with self.control.changed:
@@ -357,6 +363,10 @@ class Trainer:
                 elif time.monotonic() - said_idle > IDLE_S:
                     said_idle = time.monotonic()
                     self.commands.issue(Code.IDLE)
+                if time.monotonic() - started > tell_after_s:
+                    why = f": {detail()}" if detail else ""
+                    self.progress.notice(f"waiting for {tell_after_s:.0f} s for {what}{why}")
+                    tell_after_s *= 2
 
     def _why_no_batch(self) -> str:
         with self.control.changed:
