@@ -96,7 +96,7 @@ class AnsweringRollout(Rollout):
 
 @dataclass
 class Training:
-    """`kls`: what the step at each version measures. None skips the step, and it measures nothing; so does WARM_UP for a critic."""
+    """`kls`: what the step at each version measures; None skips the step, WARM_UP is one that trains a critic alone."""
 
     folder: Path
     kls: dict[int, float | str | None]
