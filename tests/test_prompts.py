@@ -73,7 +73,7 @@ def test_a_state_is_a_snapshot():
 def test_other_data_is_refused_with_a_sentence_and_nothing_is_skipped(change):
     stream = PromptStream(prompts(5), 7)
     draw(stream, 2)
-    with pytest.raises(PromptError, match=r"checkpoint was made with 5 prompts .* restore the `data` section"):
+    with pytest.raises(PromptError, match=r"checkpoint was made with 5 prompts .* restore the seed, the `data` section"):
         reopened(stream, change(prompts(5)))
 
 

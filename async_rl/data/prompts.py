@@ -63,7 +63,8 @@ class PromptStream:
         if state["digest"] != self._digest:
             raise PromptError(
                 f"the checkpoint was made with {state['num_prompts']} prompts (digest {state['digest']}), the data now gives "
-                f"{len(self._prompts)} (digest {self._digest}): restore `seed`, the `data` section and its files, or start a new run_dir"
+                f"{len(self._prompts)} (digest {self._digest}): restore the seed, the `data` section and its files, or start a "
+                "new run_dir"
             )
         if state["seed"] != self._seed:
             raise PromptError(
