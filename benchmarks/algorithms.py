@@ -30,7 +30,7 @@ CONTROLS = {
     "max_staleness=8, seed 1, correction: none": [OLD, "seed=1", *UNCORRECTED],
 }
 KEPT = ("reward_first", "reward_last", "eval_first", "eval_last", "evals", "lag_mean", "lag_max", "seconds", "status")
-LAST_STEPS, LAST_MEANS = 20, ("value/explained_var", "is/ess_token", "is/trunc_frac_high")
+LAST_STEPS, LAST_MEANS = 20, ("value/explained_var", "is/ess_token")
 
 
 def main(names: list[str]) -> None:
