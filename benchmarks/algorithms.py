@@ -1,8 +1,8 @@
 """What each algorithm reaches on the quickstart, with real vLLM: `.venv/bin/python benchmarks/algorithms.py [NAME ...]`.
 
 One whole run per name, one after the other, about three minutes each on two cores. After each the file is written anew,
-results/algorithms.json, with the commit and the machine; `make docs` makes the tables of docs/algorithms.md of it. The names
-that are no presets are those of CONTROLS.
+results/algorithms.json, with the commit and the machine; `make docs` makes the table of docs/algorithms.md of it. The names
+that are no presets are those of CONTROLS, whose held-out accuracy is drawn in docs/max_staleness.png.
 """
 
 from __future__ import annotations
@@ -17,10 +17,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import matplotlib.pyplot as plt
+
 from async_rl.observability.sinks import read_run
 
 ROOT = Path(__file__).parent.parent
 OUT = ROOT / "benchmarks" / "results" / "algorithms.json"
+PLOT = ROOT / "docs" / "max_staleness.png"
 NAMES = ("grpo", "dr_grpo", "rloo", "reinforce_pp", "ppo", "hybrid", "cispo", "gspo", "aipo")
 OLD, UNCORRECTED = "max_staleness=8", ["algorithm.correction=none", "i_know=true"]
 CONTROLS = {
@@ -39,6 +42,7 @@ def main(names: list[str]) -> None:
         known = json.loads(OUT.read_text()) if OUT.exists() else {}
         known |= {name: run(overrides)}
         OUT.write_text(json.dumps(known, indent=1) + "\n")
+        draw({name: run for name, run in known.items() if name in CONTROLS})
         print(name, known[name], flush=True)
 
 
@@ -51,6 +55,17 @@ def run(overrides: list[str]) -> dict[str, Any]:
     last = {name: [row[name] for row in rows if name in row] for name in LAST_MEANS}
     means = {name: statistics.mean(values) for name, values in last.items() if values}
     return {"overrides": overrides, "commit": commit(), "machine": machine()} | {key: result[key] for key in KEPT} | means
+
+
+def draw(runs: dict[str, Any]) -> None:
+    """Held-out accuracy by version."""
+    figure, axes = plt.subplots(figsize=(7, 3.5), layout="constrained")
+    for name, found in runs.items():
+        axes.plot(*zip(*found["evals"], strict=True), "--" if "none" in name else "-", label=name)
+    axes.set(xlabel="policy version", ylabel="held-out accuracy", ylim=(0, 1))
+    axes.legend(fontsize="small")
+    figure.savefig(PLOT, dpi=110)
+    plt.close(figure)
 
 
 def commit() -> str:
