@@ -84,6 +84,46 @@ def test_the_greedy_answer_is_the_baseline_and_neither_trained_on_nor_counted() 
     assert (metrics["reward/mean"], metrics["batch/num_samples"]) == (0.5, 4)
 
 
+SHAPINGS = {
+    "ema": {"normalizer": "ema"},
+    "debiased_ema": {"normalizer": "debiased_ema"},
+    "scale alone": {"normalizer": "ema", "normalizer_options": {"scale_only": True}},
+    "clipped": {"normalizer": "ema", "normalizer_options": {"clip": 0.5}},
+    "overlong": {"overlong_buffer_tokens": 8},
+    "both": {"overlong_buffer_tokens": 8, "normalizer": "debiased_ema"},
+}
+
+
+@pytest.mark.parametrize("shaping", SHAPINGS)
+def test_the_greedy_answer_is_shaped_as_those_that_are_compared_with_it(shaping: str) -> None:
+    algorithm = {"advantage": "remax"} | SHAPINGS[shaping]
+    records = [_record(0, _answers([1.0, 0.0, 1.0, 1.0, 1.0], 6)), _record(1, _answers([0.0, 1.0, 0.0], 6))]
+    batch, metrics = _assembled(records, 0, algorithm, rollout={"max_new_tokens": 8})
+    better = batch.advantages[6]
+    assert better > 0 and batch.advantages.tolist() == pytest.approx([0, -better, 0, 0, 0, 0, better, 0])
+    assert batch.mask.reshape(8, 6).all(1).tolist() == [True] * 4 + [False] + [True] * 2 + [False]
+    assert metrics["batch/num_samples"] == 6
+
+
+def test_greedy_answers_move_no_running_scale_of_rewards() -> None:
+    tree = {"num_steps": 20, "groups_per_step": 4, "group_size": 4, "model": {"path": "x"}}
+    config = parse_config(tree | {"algorithm": {"advantage": "remax", "normalizer": "ema"}})
+    states = []
+    for greedy in (0.0, 100.0):
+        shaping = RewardShaping(config.algorithm, 256)
+        assemble([_record(0, _answers([1.0, 0.0, greedy]))], 0, config, shaping)
+        states.append(shaping.state)
+    assert states[0] == states[1] == {"mean": 0.5, "variance": 0.5}
+
+
+def test_answers_are_not_compared_with_a_greedy_one_that_could_not_be_scored() -> None:
+    bad = dataclasses.replace(make_trajectory([0, 0]), reward=100.0, error="the reward raised")
+    records = [_record(0, [*_answers([1.0, 0.0]), bad]), _record(1, _answers([1.0, 0.0]))]
+    batch, _ = _assembled(records, 0, {"advantage": "remax"})
+    assert batch.advantages.tolist() == [0.0, 0.0, 0.0, 1.0, 0.0]
+    assert batch.mask.tolist() == [False] * 8 + [True] * 3 + [False] * 3
+
+
 def test_without_siblings_rewards_are_what_is_learnt_from() -> None:
     junk = dataclasses.replace(make_trajectory([0]), reward=math.nan)
     batch, _ = _assembled([_record(0, [*_answers([2.0]), junk])], 0, {"advantage": "reinforce_pp"}, group_size=1)
