@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import math
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from async_rl.config import parse_config
 from async_rl.data.record import Record
@@ -144,6 +146,31 @@ def test_rewards_are_scaled_by_what_the_run_has_seen_and_logged_as_they_came() -
     for shaper in (shaping, other):
         batch, _ = assemble([_record(0, _answers([0.0, 1.0]))], 1, config, shaper)
     assert shaping.state == other.state and 0 < batch.rewards[1] < 1
+
+
+@pytest.mark.parametrize("now", ["none", "ema", "debiased_ema"])
+@pytest.mark.parametrize("before", ["none", "ema", "debiased_ema"])
+def test_the_scale_of_another_normalizer_begins_anew_and_that_is_told(before: str, now: str, caplog, monkeypatch) -> None:
+    monkeypatch.setattr(logging.getLogger("async_rl"), "propagate", True)  # whatever an earlier test did to it
+
+    def shaping_of(name: str) -> RewardShaping:
+        tree = {"num_steps": 20, "groups_per_step": 4, "group_size": 4, "model": {"path": "x"}}
+        return RewardShaping(parse_config(tree | {"algorithm": {"advantage": "gae", "normalizer": name}}).algorithm, 256)
+
+    def shape(shaping: RewardShaping, best: float) -> list[float]:
+        rewards_N = torch.tensor([0.0, best], dtype=torch.float64)
+        all_N, none_N = torch.ones(2, dtype=torch.bool), torch.zeros(2, dtype=torch.bool)
+        return shaping.shaped(rewards_N, all_N, torch.ones(2, dtype=torch.int64), none_N).tolist()
+
+    first, again, anew = shaping_of(before), shaping_of(now), shaping_of(now)
+    shape(first, 50.0)
+    again.load_state_dict(first.state_dict())
+    told = f"algorithm.normalizer was {before} and is {now}: its running moments begin anew"
+    assert (told in caplog.text) == (before != now and before != "none")
+    assert again.state == (first.state if before == now else {})
+    assert (shape(again, 10.0) == shape(anew, 10.0)) == (before != now or now == "none")
+    with pytest.raises(ValueError, match="no normalizer has the running moments 'mean'"):
+        again.load_state_dict({"mean": 0.5})
 
 
 def test_an_answer_near_the_limit_loses_up_to_one() -> None:

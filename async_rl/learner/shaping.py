@@ -15,6 +15,9 @@ from async_rl.algorithms.normalizers import NORMALIZERS, normalize
 from async_rl.algorithms.token_rewards import overlong_penalty
 from async_rl.algorithms.whitening import moments
 from async_rl.config import AlgorithmConfig
+from async_rl.observability.log import get_logger
+
+_log = get_logger(__name__)
 
 
 class RewardShaping:
@@ -29,10 +32,18 @@ class RewardShaping:
         return dict(self.state)
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        """Raises ValueError for what is no number."""
+        """Of another normalizer than this life's there is nothing to take up: the scale begins anew, which is told. Raises
+        ValueError for what is no number, or of no normalizer."""
         if not all(math.isfinite(x) for x in state.values()):
             raise ValueError("a running moment of the rewards is not finite")
-        self.state = dict(state)
+        was = next((name for name, kind in NORMALIZERS.items() if kind.moments == state.keys()), "none")
+        if state and was == "none":
+            raise ValueError(f"no normalizer has the running moments {', '.join(map(repr, state))}")
+        self.state = dict(state) if was == self.algorithm.normalizer else {}
+        if state and not self.state:
+            _log.warning(
+                "algorithm.normalizer was %s and is %s: its running moments begin anew", was, self.algorithm.normalizer
+            )
 
     def shaped(self, rewards_N: Tensor, valid_N: Tensor, num_tokens_N: Tensor, baseline_N: Tensor) -> Tensor:
         """float64 [N]; the running moments first take the valid rewards in. What is neither valid nor a baseline comes back as
