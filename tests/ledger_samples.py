@@ -90,5 +90,5 @@ def reload(ledger: Ledger, incarnation: int, **changes: Any) -> Ledger:
     """What the next life of the learner makes of this ledger's checkpoint, through MessagePack."""
     state = msgpack.unpackb(packed(ledger.state_dict(pack_group)))
     fresh = Ledger(changes.pop("rules", ledger.rules), incarnation, changes.pop("version", state["version"]))
-    fresh.load_state_dict(state, unpack_group)
+    fresh.load_state_dict(state, unpack_group, **changes)
     return fresh

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import math
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from async_rl.config import parse_config
 from async_rl.data.record import Record
@@ -84,6 +86,46 @@ def test_the_greedy_answer_is_the_baseline_and_neither_trained_on_nor_counted() 
     assert (metrics["reward/mean"], metrics["batch/num_samples"]) == (0.5, 4)
 
 
+SHAPINGS = {
+    "ema": {"normalizer": "ema"},
+    "debiased_ema": {"normalizer": "debiased_ema"},
+    "scale alone": {"normalizer": "ema", "normalizer_options": {"scale_only": True}},
+    "clipped": {"normalizer": "ema", "normalizer_options": {"clip": 0.5}},
+    "overlong": {"overlong_buffer_tokens": 8},
+    "both": {"overlong_buffer_tokens": 8, "normalizer": "debiased_ema"},
+}
+
+
+@pytest.mark.parametrize("shaping", SHAPINGS)
+def test_the_greedy_answer_is_shaped_as_those_that_are_compared_with_it(shaping: str) -> None:
+    algorithm = {"advantage": "remax"} | SHAPINGS[shaping]
+    records = [_record(0, _answers([1.0, 0.0, 1.0, 1.0, 1.0], 6)), _record(1, _answers([0.0, 1.0, 0.0], 6))]
+    batch, metrics = _assembled(records, 0, algorithm, rollout={"max_new_tokens": 8})
+    better = batch.advantages[6]
+    assert better > 0 and batch.advantages.tolist() == pytest.approx([0, -better, 0, 0, 0, 0, better, 0])
+    assert batch.mask.reshape(8, 6).all(1).tolist() == [True] * 4 + [False] + [True] * 2 + [False]
+    assert metrics["batch/num_samples"] == 6
+
+
+def test_greedy_answers_move_no_running_scale_of_rewards() -> None:
+    tree = {"num_steps": 20, "groups_per_step": 4, "group_size": 4, "model": {"path": "x"}}
+    config = parse_config(tree | {"algorithm": {"advantage": "remax", "normalizer": "ema"}})
+    states = []
+    for greedy in (0.0, 100.0):
+        shaping = RewardShaping(config.algorithm, 256)
+        assemble([_record(0, _answers([1.0, 0.0, greedy]))], 0, config, shaping)
+        states.append(shaping.state)
+    assert states[0] == states[1] == {"mean": 0.5, "variance": 0.5}
+
+
+def test_answers_are_not_compared_with_a_greedy_one_that_could_not_be_scored() -> None:
+    bad = dataclasses.replace(make_trajectory([0, 0]), reward=100.0, error="the reward raised")
+    records = [_record(0, [*_answers([1.0, 0.0]), bad]), _record(1, _answers([1.0, 0.0]))]
+    batch, _ = _assembled(records, 0, {"advantage": "remax"})
+    assert batch.advantages.tolist() == [0.0, 0.0, 0.0, 1.0, 0.0]
+    assert batch.mask.tolist() == [False] * 8 + [True] * 3 + [False] * 3
+
+
 def test_without_siblings_rewards_are_what_is_learnt_from() -> None:
     junk = dataclasses.replace(make_trajectory([0]), reward=math.nan)
     batch, _ = _assembled([_record(0, [*_answers([2.0]), junk])], 0, {"advantage": "reinforce_pp"}, group_size=1)
@@ -104,6 +146,31 @@ def test_rewards_are_scaled_by_what_the_run_has_seen_and_logged_as_they_came() -
     for shaper in (shaping, other):
         batch, _ = assemble([_record(0, _answers([0.0, 1.0]))], 1, config, shaper)
     assert shaping.state == other.state and 0 < batch.rewards[1] < 1
+
+
+@pytest.mark.parametrize("now", ["none", "ema", "debiased_ema"])
+@pytest.mark.parametrize("before", ["none", "ema", "debiased_ema"])
+def test_the_scale_of_another_normalizer_begins_anew_and_that_is_told(before: str, now: str, caplog, monkeypatch) -> None:
+    monkeypatch.setattr(logging.getLogger("async_rl"), "propagate", True)  # whatever an earlier test did to it
+
+    def shaping_of(name: str) -> RewardShaping:
+        tree = {"num_steps": 20, "groups_per_step": 4, "group_size": 4, "model": {"path": "x"}}
+        return RewardShaping(parse_config(tree | {"algorithm": {"advantage": "gae", "normalizer": name}}).algorithm, 256)
+
+    def shape(shaping: RewardShaping, best: float) -> list[float]:
+        rewards_N = torch.tensor([0.0, best], dtype=torch.float64)
+        all_N, none_N = torch.ones(2, dtype=torch.bool), torch.zeros(2, dtype=torch.bool)
+        return shaping.shaped(rewards_N, all_N, torch.ones(2, dtype=torch.int64), none_N).tolist()
+
+    first, again, anew = shaping_of(before), shaping_of(now), shaping_of(now)
+    shape(first, 50.0)
+    again.load_state_dict(first.state_dict())
+    told = f"algorithm.normalizer was {before} and is {now}: its running moments begin anew"
+    assert (told in caplog.text) == (before != now and before != "none")
+    assert again.state == (first.state if before == now else {})
+    assert (shape(again, 10.0) == shape(anew, 10.0)) == (before != now or now == "none")
+    with pytest.raises(ValueError, match="no normalizer has the running moments 'mean'"):
+        again.load_state_dict({"mean": 0.5})
 
 
 def test_an_answer_near_the_limit_loses_up_to_one() -> None:

@@ -121,6 +121,14 @@ def test_a_change_of_the_way_loses_no_prompt_and_no_size():
     assert [size for _, size in dealt(adaptive, 4)] == [6] * 4
 
 
+@pytest.mark.parametrize("greedy", [False, True])
+def test_what_is_left_of_a_block_is_dealt_with_a_greedy_answer_or_without_as_this_life_has_them(greedy: bool):
+    d, plain = dealer(greedy=not greedy, **ADAPTIVE), dealer(**ADAPTIVE)
+    dealt(d, 2)
+    again = resumed(d, greedy=greedy, **ADAPTIVE)
+    assert dealt(again, 20) == [(prompt_id, size + greedy) for prompt_id, size in dealt(plain, 22)[2:]]
+
+
 def test_a_state_of_other_prompts_is_refused():
     with pytest.raises(PromptError, match="seed=0, not 1"):
         resumed(dealer(**ADAPTIVE), seed=1, **ADAPTIVE)

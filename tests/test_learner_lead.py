@@ -28,15 +28,15 @@ from async_rl.observability.log import setup_logging
 from async_rl.observability.sinks import read_run
 
 from .learner_cases import make_config
-from .ledger_samples import make_prompt, make_rules
+from .ledger_samples import make_group, make_prompt, make_rules
 
 PROMPTS = [make_prompt(n) for n in range(3)]
 DAMAGES = ["cut", "no map", "no ledger", "no version", "no dealer", "no gate", "no shaping"]
-DAMAGES += ["incarnation", "records", "dealer", "gate", "shaping", "life"]
+DAMAGES += ["incarnation", "records", "dealer", "greedy", "gate", "shaping", "life"]
 
 
-def dealer() -> Dealer:
-    return Dealer(PromptStream(PROMPTS, 0), sizes_of(make_config()), greedy=False)
+def dealer(greedy: bool = False) -> Dealer:
+    return Dealer(PromptStream(PROMPTS, 0), sizes_of(make_config()), greedy)
 
 
 def ledger_of(incarnation: int) -> Ledger:
@@ -87,6 +87,31 @@ def test_a_state_goes_through_its_bytes(tmp_path: Path) -> None:
     assert again.deal(0)[0].prompt_id == first.deal(0)[0].prompt_id != dealer().deal(0)[0].prompt_id
 
 
+@pytest.mark.parametrize("greedy", [False, True])
+@pytest.mark.parametrize("was_greedy", [False, True])
+def test_groups_of_a_life_with_greedy_answers_are_never_taken_by_one_without_nor_the_other_way(
+    tmp_path: Path, caplog, monkeypatch, was_greedy: bool, greedy: bool
+) -> None:
+    monkeypatch.setattr(logging.getLogger("async_rl"), "propagate", True)  # whatever an earlier test did to it
+    first, ledger, size = dealer(was_greedy), ledger_of(1), make_config().group_size
+    ledger.committed("r", 0)
+    records = [record for _ in range(4) if (record := ledger.grant("r", first.deal, 0.0))]
+    for record in records[:2]:
+        assert ledger.accept(make_group(record, [0], rollout_id="r"), 60, 0.0).outcome == "accepted"
+    state = unpack_state(pack_state(0, kept_of(first, ledger)), tmp_path)
+    now, again = dealer(greedy), ledger_of(2)
+    state.restore(kept_of(now, again))
+    again.committed("r", 0)
+    assert (len(again.take(0) or []), again.books()["balanced"]) == (2 if was_greedy == greedy else 0, True)
+    told = f"4 unfinished groups of the checkpoint are sampled anew: they were dealt with{'' if was_greedy else 'out'} a greedy"
+    assert (told in caplog.text) == (was_greedy != greedy)
+    leased = [record for _ in range(4) if (record := again.grant("r", now.deal, 0.0))]
+    kept = 2 if was_greedy == greedy else 0
+    assert [(r.prompt.prompt_id, r.size) for r in leased[: 4 - kept]] == [
+        (r.prompt.prompt_id, size + greedy) for r in records[kept:]
+    ]
+
+
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_whatever_a_damaged_state_holds_is_one_sentence(tmp_path: Path, damage: str) -> None:
     packed = pack_state(0, kept_of(dealer(), ledger_of(1)))
@@ -97,6 +122,8 @@ def test_whatever_a_damaged_state_holds_is_one_sentence(tmp_path: Path, damage: 
         held["ledger"]["records"] = [7]
     elif damage == "dealer":
         held["dealer"]["block"] = [7]
+    elif damage == "greedy":
+        held["dealer"]["num_greedy"] = 2
     elif damage == "gate":
         held["gate"]["sound"] = ["newest"]
     elif damage == "shaping":

@@ -106,6 +106,38 @@ def test_a_group_that_is_cancelled_for_its_age_keeps_its_size():
     assert again is not None and (again.group_id, again.attempt.n, again.size) == (record.group_id, 1, 5)
 
 
+@pytest.mark.parametrize("max_attempts", [1, 3])
+@pytest.mark.parametrize("more", [1, -1])
+def test_groups_that_need_other_answers_after_a_resume_wait_for_them_and_none_is_lost(more: int, max_attempts: int):
+    """Waiting, leased, ready and taken ones alike: none may be taken as it was, and no old attempt may deliver."""
+    ledger = started(staleness=3, max_attempts=max_attempts)
+    records = fill(ledger, Dealt())
+    for record in records[:12]:
+        deliver(ledger, record)
+    if max_attempts > 1:
+        records[14].deadline_s = -1.0
+        assert [record.group_id for record in ledger.expire(0.0)] == [14]
+    assert ledger.take(0) is not None
+    leased = dataclasses.replace(records[15])
+    other = reload(ledger, incarnation=2, more_answers=more)
+    books = other.books()
+    assert books["balanced"] and books["groups"]["waiting"] == len(records) and not books["groups"]["dropped"]["failed"]
+    assert books["tokens"]["dropped"]["filtered"] == books["tokens"]["received"] > 0 == books["tokens"]["ready"]
+    assert other.reserved_bytes == len(records) * other.rules.max_group_bytes
+    other.committed(ROLLOUT, 0)
+    late = [make_group(r, [0]) for r in (leased, dataclasses.replace(leased, size=leased.size + more))]
+    assert {other.accept(group, 60, 0.0).reason for group in late} == {"unknown_attempt"}
+    again = fill(other, Dealt())
+    assert [(r.group_id, r.prompt.prompt_id, r.size) for r in again] == [
+        (r.group_id, r.prompt.prompt_id, r.size + more) for r in sorted(records, key=lambda r: r.group_id)
+    ]
+    for record in again:
+        deliver(other, record)
+    while other.version < 4:
+        step(other)
+    assert other.books()["balanced"] and other.books()["groups"]["trained"] == len(records)
+
+
 @pytest.mark.parametrize("num", [0, 1, 3])
 def test_a_delivery_of_another_number_of_answers_is_refused_and_its_attempt_ends(num: int):
     ledger = started(staleness=0)

@@ -82,9 +82,10 @@ class Normalizer(NamedTuple):
 
     update: Callable[[State, Tensor, float], State]
     statistics: Callable[[State], tuple[float, float]]  # (mean, variance), for `normalize`
+    moments: frozenset[str]  # what a state holds once a batch has been seen
 
 
 NORMALIZERS: dict[str, Normalizer] = {
-    "ema": Normalizer(ema_update, ema_statistics),
-    "debiased_ema": Normalizer(debiased_ema_update, debiased_ema_statistics),
+    "ema": Normalizer(ema_update, ema_statistics, frozenset({"mean", "variance"})),
+    "debiased_ema": Normalizer(debiased_ema_update, debiased_ema_statistics, frozenset({"weight", "first", "second"})),
 }

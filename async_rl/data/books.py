@@ -61,9 +61,9 @@ class Books:
         if verdict.reason == "cancelled":
             self._waste(group)
 
-    def discard(self, record: Record, payload: Group) -> None:
-        """A ready group is thrown away for its age, though its prompt will be sampled again."""
-        self.dropped_tokens["stale"] += record.num_tokens
+    def discard(self, record: Record, payload: Group, reason: DropReason) -> None:
+        """A ready group is thrown away, "stale" or of no use to this life's method, though its prompt will be sampled again."""
+        self.dropped_tokens[reason] += record.num_tokens
         record.num_tokens = 0
         self._waste(payload)
 

@@ -266,9 +266,10 @@ class Ledger:
             "records": [pack_record(record, encode) for record in self._shelves.records.values()],
         }
 
-    def load_state_dict(self, state: dict[str, Any], decode: Decode) -> None:
+    def load_state_dict(self, state: dict[str, Any], decode: Decode, more_answers: int = 0) -> None:
         """Take up what an earlier incarnation saved, at this ledger's version c. Leased groups wait again, under attempts
         of this incarnation; READY ones stay; TAKEN ones are READY again, or trained if the model of c has seen them.
+        Where a group needs `more_answers` than it was granted (fewer below 0), all that could still be taken wait for new ones.
         Under rules that became tighter, groups that no step could take in time are dropped as stale."""
         saved, last = state["version"], state["resumes"][-1][0]
         trained = any(r["state"] == TAKEN and r["taken_version"] < self.version for r in state["records"])
@@ -284,11 +285,11 @@ class Ledger:
         self._books.load_state_dict(state["books"])
         self._num_filtered = state["num_filtered"]
         for data in state["records"]:
-            self._restore(unpack_record(data, decode))
+            self._restore(unpack_record(data, decode), more_answers)
         if self.rules.on_stale == "wait":
             self.drop([r.group_id for r in overdue(self.rules, self.version, self._shelves.untaken())], "stale")
 
-    def _restore(self, record: Record) -> None:
+    def _restore(self, record: Record, more_answers: int) -> None:
         if record.state is TAKEN and record.taken_version < self.version:
             self._shelves.add(record)
             self._close(record, None)
@@ -297,9 +298,13 @@ class Ledger:
             record.state = READY
         if record.state is LEASED:
             self._books.attempts["restarted"] += 1
+        if more_answers:
+            if record.payload is not None:
+                self._books.discard(record, record.payload, "filtered")
+            record.empty(more_answers, self.version)
         if record.state is not READY:
             reborn = record.reborn
-            record.state, record.attempt = WAITING, self._next_attempt(record)
+            record.state, record.attempt = WAITING, record.next_attempt(self.incarnation)
             record.first_attempt = record.attempt if reborn else record.first_attempt
         self._shelves.add(record)
 
@@ -365,10 +370,6 @@ class Ledger:
         birth = record.oldest_version if record.state is READY else record.born
         return version - birth > self.rules.max_staleness
 
-    def _next_attempt(self, record: Record) -> Attempt:
-        same_life = record.attempt.incarnation == self.incarnation
-        return Attempt(self.incarnation, record.attempt.n + 1 if same_life else 0)
-
     def _end_attempt(self, record: Record, why: str) -> Record:
         """The running attempt came to nothing. Returns the lease as it was."""
         was = replace(record)
@@ -381,7 +382,7 @@ class Ledger:
         if record.state is LEASED:
             self._books.attempts["cancelled"] += 1
         if record.payload is not None:
-            self._books.discard(record, record.payload)
+            self._books.discard(record, record.payload, "stale")
         if record.state is WAITING or self._try_again(record, "stale"):
             record.first_attempt = record.attempt
 
@@ -392,7 +393,7 @@ class Ledger:
             self._close(record, reason)
             return False
         self._shelves.move(record, WAITING)
-        record.attempt = self._next_attempt(record)
+        record.attempt = record.next_attempt(self.incarnation)
         return True
 
     def _close(self, record: Record, reason: DropReason | None) -> None:

@@ -112,6 +112,16 @@ class Record:
         """Whether no attempt is out that could still deliver, so that the next lease is a new birth."""
         return self.state is State.WAITING and self.first_attempt == self.attempt
 
+    def next_attempt(self, incarnation: int) -> Attempt:
+        """The attempt that follows, of the life of the learner that leases it."""
+        return Attempt(incarnation, self.attempt.n + 1 if self.attempt.incarnation == incarnation else 0)
+
+    def empty(self, more_answers: int, version: int) -> None:
+        """Of a record on no shelf yet: it waits to be born anew at `version`, with so many answers more than before."""
+        self.payload, self.num_bytes, self.num_tokens = None, 0, 0
+        self.state, self.first_attempt = State.WAITING, self.attempt
+        self.born, self.size = version, self.size + more_answers
+
     def issued(self, attempt: Attempt) -> bool:
         """Whether this attempt may deliver: leased in a surviving timeline, and not cancelled since."""
         newest_is_out = self.state is not State.WAITING

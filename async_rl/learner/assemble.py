@@ -39,8 +39,12 @@ def assemble(records: list[Record], version: int, config: Config, shaping: Rewar
     if a.shuffle_rewards:
         rewards_N = _shuffled(rewards_N, valid_N, np.random.default_rng([config.seed, version]))
     lengths_N = torch.tensor([int(row.trajectory.mask.sum()) for row in rows], dtype=torch.int64)
-    shaped_N = shaping.shaped(rewards_N, valid_N, lengths_N)
-    advantages_N, keep_N = _compared(rows, shaped_N, valid_N, lengths_N, config)
+    baseline_N = torch.tensor(
+        [row.left_out == "greedy" and not filters.valid(row.trajectory) for row in rows], dtype=torch.bool
+    )
+    shaped_N = shaping.shaped(rewards_N, valid_N, lengths_N, baseline_N)
+    greedy_N = _greedy(rows, shaped_N, baseline_N) if a.has_greedy else None
+    advantages_N, keep_N = _compared(rows, shaped_N, valid_N, lengths_N, greedy_N, config)
     batch = _flatten(rows, version, shaped_N.numpy(), advantages_N.numpy(), keep_N.numpy())
     return batch, _metrics(rows, batch, shaped_N, keep_N.numpy(), config)
 
@@ -48,7 +52,7 @@ def assemble(records: list[Record], version: int, config: Config, shaping: Rewar
 def _rows(group: Group, version: int, config: Config) -> list[Row]:
     """The siblings with what keeps them from being trained on."""
     a = config.algorithm
-    trajectories, greedy = list(group.trajectories), a.advantage == "remax"
+    trajectories, greedy = list(group.trajectories), a.has_greedy
     reasons = filters.group_reasons(
         trajectories[:-1] if greedy else trajectories,
         version=version,
@@ -59,17 +63,21 @@ def _rows(group: Group, version: int, config: Config) -> list[Row]:
     return [Row(group, t, why) for t, why in zip(trajectories, [*reasons, *["greedy"] * greedy], strict=True)]
 
 
-def _compared(rows: list[Row], rewards_N: Tensor, valid_N: Tensor, lengths_N: Tensor, config: Config) -> tuple[Tensor, Tensor]:
+def _greedy(rows: list[Row], shaped_N: Tensor, baseline_N: Tensor) -> Tensor:
+    """The shaped reward of the greedy answer to the same prompt, float64 [N]; NaN where that has none."""
+    found = {rows[k].group.group_id: shaped_N[k] for k in baseline_N.nonzero().flatten().tolist()}
+    return torch.tensor([found.get(row.group.group_id, torch.nan) for row in rows], dtype=torch.float64)
+
+
+def _compared(
+    rows: list[Row], rewards_N: Tensor, valid_N: Tensor, lengths_N: Tensor, greedy_N: Tensor | None, config: Config
+) -> tuple[Tensor, Tensor]:
     """(advantages against the siblings, float64 [N], 0 with a method that has none; bool [N], what is trained on)."""
     a = config.algorithm
     group_ids_N = torch.tensor([row.group.group_id for row in rows], dtype=torch.int64)
     name = "grpo" if a.advantage == "hybrid" else a.advantage
     if name not in ADVANTAGES:
         return torch.zeros_like(rewards_N), valid_N & rewards_N.isfinite()
-    greedy_N = None
-    if name == "remax":
-        baselines = {row.group.group_id: row.trajectory.reward for row in rows if row.left_out == "greedy"}
-        greedy_N = torch.tensor([baselines[row.group.group_id] for row in rows], dtype=torch.float64)
     options = {"ddof": a.advantage_options["ddof"]} if "ddof" in a.advantage_options else {}
     args = (rewards_N, group_ids_N, valid_N)
     advantages_N = ADVANTAGES[name](*args, lengths_N=lengths_N, greedy_N=greedy_N, **options)

@@ -1,7 +1,8 @@
 """The dealer: which prompt is leased next, and how many answers are asked for.
 
 Owns the block of prompts that is half handed out. Pure; call under the control plane's lock. Invariant: prompts go out in the
-order of their stream, each once, also across a resume in the middle of a block and under another way to size groups.
+order of their stream, each once, also across a resume in the middle of a block and under another way to size groups. The
+block holds sizes without the greedy answer, so that what waits in it is right with or without one.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ class Dealer:
     """`greedy`: every group has one answer more, which is the greedy one."""
 
     def __init__(self, prompts: PromptStream, sizes: Sizes, greedy: bool) -> None:
-        self._prompts, self._sizes, self._num_greedy = prompts, sizes, int(greedy)
+        self._prompts, self._sizes, self.num_greedy = prompts, sizes, int(greedy)
         self._block: deque[tuple[Prompt, int]] = deque()  # sized, and not yet handed out
 
     def deal(self, step: int) -> tuple[Prompt, int]:
@@ -29,7 +30,7 @@ class Dealer:
             sizes = self._sizes.of([prompt.prompt_id for prompt in prompts], step)
             self._block.extend(zip(prompts, sizes, strict=True))
         prompt, size = self._block.popleft()
-        return prompt, size + self._num_greedy
+        return prompt, size + self.num_greedy
 
     def saw(self, prompt_id: str, has_signal: bool) -> None:
         """A group of this prompt was trained on; the rewards of its sampled answers differed, or not."""
@@ -41,6 +42,7 @@ class Dealer:
             "prompts": self._prompts.state_dict(),
             "block": [[pack_prompt(prompt), size] for prompt, size in self._block],
             "sizes": self._sizes.state_dict(),
+            "num_greedy": self.num_greedy,  # of every group in the ledger beside it
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

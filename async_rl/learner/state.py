@@ -19,8 +19,10 @@ from async_rl.learner import LearnerError
 from async_rl.learner.dealer import Dealer
 from async_rl.learner.gate import Gate
 from async_rl.learner.shaping import RewardShaping
+from async_rl.observability.log import get_logger
 from async_rl.transport.codec import BadMessage, decode_group, encode_group
 
+_log = get_logger(__name__)
 MAX_INCARNATION = 2**31 - 1  # the wire has four bytes for that of a token
 
 
@@ -43,17 +45,29 @@ class State:
     def restore(self, kept: Kept) -> None:
         """All go on where they were. Raises LearnerError, or PromptError when it is of other prompts."""
         with _damage_told(self.checkpoint):
+            more_answers = self._more_answers(kept.dealer)
             kept.dealer.load_state_dict(self.held["dealer"])
             kept.gate.load_state_dict(self.held["gate"])
             kept.gate.saved(self.version)
             kept.shaping.load_state_dict(self.held["shaping"])
             try:
-                kept.ledger.load_state_dict(self.held["ledger"], decode_group)
+                kept.ledger.load_state_dict(self.held["ledger"], decode_group, more_answers)
             except BadMessage as e:
                 raise LearnerError(
                     f"the checkpoint holds groups that this version of async_rl cannot read ({e}): go on with the version that "
                     "wrote it, or start a new run_dir"
                 ) from None
+        if more_answers and (num := len(kept.ledger.unleased)):
+            with_or_without = "without" if more_answers > 0 else "with"
+            told = "%d unfinished groups of the checkpoint are sampled anew: they were dealt %s a greedy answer"
+            _log.warning(told, num, with_or_without)
+
+    def _more_answers(self, dealer: Dealer) -> int:
+        """What a group of this life has more than one of the saved ledger, which was dealt with a greedy answer or without."""
+        saved = self.held["dealer"].get("num_greedy", dealer.num_greedy)  # a state of before this was saved: as now
+        if saved not in (0, 1):
+            raise ValueError(f"{saved!r} greedy answers per group")
+        return dealer.num_greedy - saved
 
 
 def pack_state(version: int, kept: Kept) -> bytes:
