@@ -140,12 +140,12 @@ def _learner(arguments: argparse.Namespace) -> int:
 def _rollout(arguments: argparse.Namespace) -> int:
     from async_rl.config import ConfigError, load_config
     from async_rl.launcher.plan import rollout_argv
-    from async_rl.launcher.prepare import steps_done
+    from async_rl.observability.finished import nobody_left, steps_done
 
     run_dir = _run_dir(arguments.run_dir)
     done = steps_done(run_dir)
     if done >= load_config(run_dir / "config.yaml").num_steps:
-        raise ConfigError(f"the run in {run_dir} has finished its {done} steps: nobody is left to join")
+        raise ConfigError(nobody_left(run_dir, done))
     _become(rollout_argv(run_dir, arguments.name))
     return 0
 

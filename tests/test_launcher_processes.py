@@ -165,6 +165,26 @@ def test_the_last_words_of_a_process_are_its_last_sentence(tmp_path, said, words
     assert child.last_words() == words
 
 
+@pytest.mark.parametrize(
+    ("said", "words"),
+    [
+        ("(MainProcess pid=29154) WARNING 11-30 10:01:02 [llm.py:12] Using None for EOS token id", ""),
+        ("2026-11-30 10:01:02.123 INFO rollout-0 async_rl.rollout: joined\n[W1130 10:01:02.4 socket.cpp:7] slow", ""),
+        ("Loading checkpoint shards: 100%|####| 1/1", ""),
+        ("(Worker pid=9) ERROR 11-30 10:01:02 core.py:1] out of memory\n(Worker pid=9) INFO 11-30 x", "(Worker pid=9) ERROR"),
+        ("Fatal Python error: Segmentation fault", "Fatal Python error: Segmentation fault"),
+        ("rollout-0: the INFO is ours", "the INFO is ours"),
+    ],
+)
+@pytest.mark.parametrize("ends", ["os.kill(os.getpid(), 9)", "sys.exit(137)"])  # torchrun has an exit code for its ranks
+def test_of_a_killed_process_only_errors_are_last_words(tmp_path, said, words, ends):
+    program = (sys.executable, "-c", f"import os, sys; sys.stderr.write(sys.argv[1]); sys.stderr.flush(); {ends}", said)
+    child = Child(ProcessSpec("rollout-0", program, dict(os.environ), tmp_path / "rollout-0.log", None, ()))
+    child.popen.wait(20)
+    child.close()
+    assert child.last_words().startswith(words) and bool(child.last_words()) == bool(words)
+
+
 def test_a_rollout_that_breaks_the_same_way_twice_ends_the_run_within_15_s(launch):
     begin = time.monotonic()
     run = launch("stoppable", "breaks")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -93,6 +94,17 @@ def test_tied_weights_stay_tied_and_the_tokenizer_keeps_its_chat_template(made, 
     ours, theirs = (AutoTokenizer.from_pretrained(path) for path in (tmp_path / "out", made[0] / "model"))
     assert ours.chat_template == theirs.chat_template
     assert ours.encode("47+38=") == theirs.encode("47+38=")
+
+
+def test_all_files_may_be_read_by_whom_the_umask_lets(made, tmp_path):
+    before = os.umask(0o027)
+    try:
+        export(made[0], tmp_path / "out", "newest", "float32")
+    finally:
+        os.umask(before)
+    assert {path.name: oct(path.stat().st_mode & 0o777) for path in (tmp_path / "out").iterdir()} == {
+        path.name: "0o640" for path in (tmp_path / "out").iterdir()
+    }
 
 
 def test_bfloat16_is_the_rounded_checkpoint(made, tmp_path):

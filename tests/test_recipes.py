@@ -93,6 +93,7 @@ def test_a_recipe_writes_a_folder_that_hugging_face_loads_and_its_own_account(tm
     assert len(tokenizer) == model.config.vocab_size
     assert len(encode_prompt(tokenizer, "1+2=", chat=True)) - len("1+2=") <= 2
     assert [p.name for p in out.parent.iterdir()] == ["tiny"]
+    assert len({p.stat().st_mode for p in out.iterdir()}) == 1, "all files may be read by whom the umask lets"
 
 
 @pytest.mark.usefixtures("hurried")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import os
 import time
 from pathlib import Path
 
@@ -176,6 +177,20 @@ async def test_error_fatal_ends_the_process_with_the_learners_sentence(tmp_path:
         learner.refusal = Error(code="fatal", text="its config digest is a, the learner's is b")
         with pytest.raises(Fatal, match="its config digest is a, the learner's is b"):
             await asyncio.wait_for(s.task, 5)
+
+
+async def test_who_looks_for_the_learner_of_a_run_that_has_finished_meanwhile_ends_at_once(tmp_path: Path) -> None:
+    result = tmp_path / "result.json"
+    result.write_text('{"status": "finished", "policy_version": 30}')
+    os.utime(result, (1e9, 1e9))  # an earlier run, which this one goes on with
+    async with stage(tmp_path, connect_timeout_s=20.0) as s:
+        await asyncio.sleep(0.5)
+        assert not s.task.done()
+        result.write_text('{"status": "stopped", "policy_version": 30}')  # it may be started again
+        await asyncio.sleep(0.5)
+        assert not s.task.done()
+        result.write_text('{"status": "finished", "policy_version": 30}')
+        assert await asyncio.wait_for(s.task, 5) == f"the run in {tmp_path} has finished its 30 steps: nobody is left to join"
 
 
 async def test_no_learner_at_all_ends_with_a_sentence_that_names_the_file(tmp_path: Path) -> None:

@@ -24,8 +24,9 @@ from async_rl.launcher import preflight
 from async_rl.launcher.machine import find_machine
 from async_rl.launcher.plan import Machine, Plan, ProcessSpec, log_path, make_plan
 from async_rl.observability.files import replace_file
+from async_rl.observability.finished import RESULT, steps_done
 
-CONFIG, RESULT = "config.yaml", "result.json"
+CONFIG = "config.yaml"
 UNSET = "(unset)"
 PREVIOUS = "result.previous.json"  # so that the last run's result is never taken for the next one's, and is not lost either
 
@@ -160,15 +161,6 @@ def changes(before: Config, after: Config) -> list[str]:
     old, new = _flat(before.model_dump(mode="json")), _flat(after.model_dump(mode="json"))
     keys = [key for key in new | old if key != "run_dir" and old.get(key, UNSET) != new.get(key, UNSET)]
     return [f"{key} {old.get(key, UNSET)} -> {new.get(key, UNSET)}" for key in keys]
-
-
-def steps_done(run_dir: Path) -> int:
-    """Steps of the run in this folder if it has finished, else 0."""
-    try:
-        result = json.loads((run_dir / RESULT).read_text())
-        return int(result["policy_version"]) if result["status"] == "finished" else 0
-    except (OSError, ValueError, KeyError, TypeError):
-        return 0
 
 
 def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:

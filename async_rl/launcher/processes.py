@@ -29,6 +29,10 @@ TAIL_BYTES = 64 << 10
 LOOK_S = 1.0  # between two looks at all processes
 NUM_SEARCHED = 50  # lines of a log, for a sentence
 MAX_WORDS = 200  # characters of it that a terminal gets
+NOISE = re.compile(r"\s|Traceback |.*Warning: ")  # around a traceback's last line
+ROUTINE = re.compile(
+    r"(\S+ ){0,4}(DEBUG|INFO|WARNING)\b|\[?[IW]\d{3,4} |.*\d%\|"
+)  # log lines that tell no error; progress bars
 
 
 class Child:
@@ -71,11 +75,13 @@ class Child:
         """What it said last that reads like a sentence, shortened; "" when it said nothing.
 
         Our processes close with "NAME: sentence". Others end in a traceback's last line, with warnings of libraries around it.
+        Of one that a signal killed, what its log said last in the ordinary course of things is no cause and not told.
         """
         lines, mark = self.tail(NUM_SEARCHED), f"{self.spec.name}: "
         own = [line.removeprefix(mark) for line in lines if line.startswith(mark)]
-        noise = re.compile(r"\s|Traceback |.*Warning: ")
-        others = [line for line in lines if not noise.match(line)]
+        code = self.poll() or 0
+        killed = code < 0 or code > 128
+        others = [line for line in lines if not NOISE.match(line) and not (killed and ROUTINE.match(line))]
         words = (own or others or [""])[-1]
         return words if len(words) <= MAX_WORDS else f"{words[: MAX_WORDS - 1]}…"
 

@@ -21,6 +21,7 @@ from async_rl.envs.text import load_tokenizer
 from async_rl.learner.best import read_best
 from async_rl.learner.checkpoint import checkpoints, problem_of, read_model, step_folder, step_of
 from async_rl.learner.model import load_hf
+from async_rl.observability.files import give_mode_of
 from async_rl.observability.sinks import METRICS, read_rows
 
 Which = int | Literal["newest", "best"]
@@ -95,6 +96,7 @@ def _write(out: Path, hf: Any, tokenizer: Any, card: dict[str, Any]) -> None:
         hf.save_pretrained(draft)
         tokenizer.save_pretrained(draft)
         (draft / CARD).write_text(json.dumps(card, indent=2) + "\n")
+        give_mode_of(draft / CARD)
         draft.rename(out)
     except (OSError, SafetensorError, ValueError) as e:  # ValueError: a generation config that contradicts itself
         raise ConfigError(f"--out is {out}, which could not be written: {' '.join(str(e).split())[:200]}") from None

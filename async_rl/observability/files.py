@@ -46,6 +46,15 @@ def of_file(error: OSError, path: Path) -> OSError:
     return OSError(error.errno, error.strerror or str(error), str(path))
 
 
+def give_mode_of(plain: Path) -> None:
+    """All files beside `plain`, which was simply opened and written, get its mode: some libraries write through a temporary
+    file that its owner alone may read, whatever the umask says."""
+    mode = plain.stat().st_mode & 0o777
+    for path in plain.parent.iterdir():
+        if path.is_file():
+            path.chmod(mode)
+
+
 def set_aside(folder: Path, names: tuple[str, ...]) -> list[Path]:
     """Rename those files and folders that hold something to NAME.n, with the first n that is free for all; the new paths."""
     held = [folder / name for name in names if _holds_something(folder / name)]

@@ -8,6 +8,8 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+from async_rl.observability.files import give_mode_of
+
 
 def write_folder(out: Path, model: Any, tokenizer: Any, recipe: dict[str, Any]) -> None:
     """Model, tokenizer and recipe.json go to a folder beside `out`, which is then renamed; an `out` that exists is replaced."""
@@ -17,6 +19,7 @@ def write_folder(out: Path, model: Any, tokenizer: Any, recipe: dict[str, Any]) 
         model.save_pretrained(draft)
         tokenizer.save_pretrained(draft)
         (draft / "recipe.json").write_text(json.dumps(recipe, indent=2) + "\n")
+        give_mode_of(draft / "recipe.json")
         if out.exists():
             shutil.rmtree(out)
         draft.rename(out)

@@ -1,7 +1,8 @@
 """How a rollout finds its learner: discovery file, connection, Hello, Welcome.
 
-Owns the wait for a learner and its deadline; imports transport. Invariant: the discovery file is read again before every
-attempt, and a new life of the learner gets a new connection, so nothing of an old one is ever read.
+Owns the wait for a learner and its deadline; imports transport. Invariants: the discovery file is read again before every
+attempt, and a new life of the learner gets a new connection, so nothing of an old one is ever read; nobody waits for the
+learner of a run that has finished meanwhile.
 """
 
 from __future__ import annotations
@@ -9,9 +10,12 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
+import psutil
+
+from async_rl.observability.finished import nobody_left, steps_done
 from async_rl.observability.log import get_logger
 from async_rl.transport.base import Link, TransportError
 from async_rl.transport.discovery import Discovery, read_discovery
@@ -52,6 +56,7 @@ class Door:
     retry_s: float  # how often the discovery file is looked at
     answer_s: float  # how long one Hello may stay unanswered before it is said over a new connection
     timeout_s: float
+    since_s: float = field(default_factory=lambda: psutil.Process().create_time())  # a run that finished earlier may go on
 
     def look(self) -> Discovery | None:
         """What the file says of this run; None when it is absent or speaks of another run."""
@@ -64,6 +69,8 @@ class Door:
         seen: Discovery | None = None
         deadline = time.monotonic() + self.timeout_s
         while time.monotonic() < deadline:
+            if steps := steps_done(self.path.parent, self.since_s):
+                raise Ended(nobody_left(self.path.parent, steps))
             seen = self.look()
             if seen is not None:
                 joined = await self._knock(seen, deadline)
