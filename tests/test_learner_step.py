@@ -118,6 +118,34 @@ def test_the_importance_weight_is_truncated_and_multiplies_the_loss():
         assert distance(got, {name: g * weight for name, g in plain.items()}) < 1e-4
 
 
+OF_WEIGHTS = {f"is/{name}" for name in ("weight_mean", "trunc_frac_high", "trunc_frac_low", "ess_token_truncated")}
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "high", "low"),
+    [
+        ({"correction": "token_truncate", "correction_options": {"high": 1.2}}, True, False),
+        ({"correction": "token_mask", "correction_options": {"low": 0.8, "high": 1.2}}, True, True),
+        ({"correction": "token_truncate", "correction_options": {"high": 1e9}, "correction_normalize": True}, False, False),
+        ({"correction": "sequence_truncate", "correction_options": {"high": 1e9}}, False, False),
+        ({"correction": "geometric_none"}, False, False),
+        ({"correction": "token_none", "loss": "cispo"}, False, False),
+        ({"correction": "none"}, None, None),
+        ({"loss": "aipo", "correction": "none"}, None, None),
+        ({"loss": "topr", "correction": "none", "advantage": "dr_grpo"}, None, None),
+    ],
+)
+def test_only_weights_that_are_cut_count_as_cut_and_a_loss_without_weights_says_nothing_of_them(algorithm, high, low):
+    config = make_config(algorithm, i_know=True)
+    metrics = gradients_of(config, make_policy(), near_batch())[1].metrics
+    assert {"is/ratio_mean", "is/ess_token", "is/ess_seq"} <= set(metrics)
+    if high is None:
+        assert not (OF_WEIGHTS | {"is/ess_seq_truncated", "is/seq_weight_mean", "is/seq_reject_frac"}) & set(metrics)
+    else:
+        assert set(metrics) >= OF_WEIGHTS
+        assert (metrics["is/trunc_frac_high"] > 0, metrics["is/trunc_frac_low"] > 0) == (high, low)
+
+
 def test_a_batch_without_trainable_token_is_skipped_and_changes_nothing():
     batch = dataclasses.replace(make_batch(), mask=np.zeros_like(make_batch().mask))
     policy = make_policy()

@@ -46,6 +46,26 @@ def weights(
     return clean(_bounded(ratio_R, mode, low, high), mask_R)
 
 
+def cut(
+    logp_prox_R: Tensor,
+    logp_behav_R: Tensor,
+    mask_R: Tensor,
+    sequence_R: Tensor,
+    num_sequences: int,
+    *,
+    level: str,
+    mode: str,
+    low: float | None,
+    high: float | None,
+) -> tuple[Tensor, Tensor]:
+    """(above `high`, below `low`), bool [R]: the ratio of that level where the mode does not leave it as it is."""
+    log_R = log_ratio(logp_prox_R.detach(), logp_behav_R.detach(), mask_R)
+    ratio_R = _at_level(log_R, mask_R, sequence_R, num_sequences, level).exp()
+    above = torch.inf if mode == "none" or high is None else high
+    below = 0.0 if mode in ("none", "truncate") or low is None else low
+    return (ratio_R > above) & mask_R, (ratio_R < below) & mask_R
+
+
 def none(
     logp_prox_R: Tensor,
     logp_behav_R: Tensor,

@@ -75,51 +75,63 @@ def mismatch_by_lag(logp_R: Tensor, logp_behav_R: Tensor, mask_R: Tensor, lags_R
     return Stats(means, maxima)
 
 
-def correction(logp_prox_R: Tensor, logp_behav_R: Tensor, weight_R: Tensor, mask_R: Tensor) -> Stats:
-    """Of the untruncated ratio rho and of the weight that is used: means, second moments, share cut at the cap, extremes.
-
-    `ess` of the reduced moments is the effective sample size; the mean of rho should be near 1 (1 +- .02).
-    """
-    check_aligned(logp_prox=logp_prox_R, logp_behav=logp_behav_R, weight=weight_R, mask=mask_R)
+def ratio(logp_prox_R: Tensor, logp_behav_R: Tensor, mask_R: Tensor) -> Stats:
+    """Of the untruncated ratio rho of tokens: mean, which should be near 1 (1 +- .02), second moment for `ess`, largest."""
+    check_aligned(logp_prox=logp_prox_R, logp_behav=logp_behav_R, mask=mask_R)
     rho_R = log_ratio(logp_prox_R.detach().double(), logp_behav_R.double(), mask_R).exp()
     means = {
         "is/ratio_mean": _sum(rho_R, mask_R),
         "is/ratio_sq_mean": _sum(rho_R**2, mask_R),
-        "is/weight_mean": _sum(weight_R, mask_R),
-        "is/weight_sq_mean": _sum(weight_R.double() ** 2, mask_R),
-        "is/trunc_frac_high": _sum(rho_R > weight_R.double() * (1 + 1e-5), mask_R),
-        "is/trunc_frac_low": _sum(rho_R < weight_R.double() * (1 - 1e-5), mask_R),
     }
     return Stats(means, {"is/ratio_max": _max(rho_R, mask_R)})
+
+
+def correction(weight_R: Tensor, high_R: Tensor, low_R: Tensor, mask_R: Tensor) -> Stats:
+    """Of the weight that a loss multiplies by: moments for `ess`, and the shares of what `corrections.cut` found.
+
+    Give none of a loss that ignores the weight. A normalised weight is no longer the ratio, and is not cut for that.
+    """
+    check_aligned(weight=weight_R, high=high_R, low=low_R, mask=mask_R)
+    means = {
+        "is/weight_mean": _sum(weight_R, mask_R),
+        "is/weight_sq_mean": _sum(weight_R.double() ** 2, mask_R),
+        "is/trunc_frac_high": _sum(high_R, mask_R),
+        "is/trunc_frac_low": _sum(low_R, mask_R),
+    }
+    return Stats(means)
 
 
 def sequence_correction(
     logp_prox_R: Tensor,
     logp_behav_R: Tensor,
-    weight_R: Tensor,
+    weight_R: Tensor | None,
     mask_R: Tensor,
     sequence_R: Tensor,
     num_sequences: int,
-    cap: float,
+    cap: float | None,
 ) -> Stats:
     """Of whole trajectories: moments of the product of rho, of the same cut at `cap`, and the share without any weight.
 
+    Without a cap, or a weight (None: the loss ignores it), there is no figure of it.
     The mask is that before rejection; trajectories without a trainable token are not counted. A micro-batch must hold
     trajectories whole. `with_ess` turns the moments into `is/ess_seq` and `is/ess_seq_truncated`.
     """
-    check_aligned(logp_prox=logp_prox_R, logp_behav=logp_behav_R, weight=weight_R, mask=mask_R, sequence=sequence_R)
+    check_aligned(logp_prox=logp_prox_R, logp_behav=logp_behav_R, mask=mask_R, sequence=sequence_R)
     log_R = log_ratio(logp_prox_R.detach().double(), logp_behav_R.double(), mask_R)
-    weight_R = torch.where(mask_R, weight_R.double(), torch.zeros_like(log_R))
     zeros_N = torch.zeros(num_sequences, dtype=torch.float64, device=log_R.device)
-    log_N, weight_N, tokens_N = (zeros_N.index_add(0, sequence_R, x) for x in (log_R, weight_R, mask_R.double()))
+    log_N, tokens_N = (zeros_N.index_add(0, sequence_R, x) for x in (log_R, mask_R.double()))
     ratio_N, some_N = log_N.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp(), tokens_N > 0
     means = {
         "is/seq_ratio_mean": _sum(ratio_N, some_N),
         "is/seq_ratio_sq_mean": _sum(ratio_N**2, some_N),
-        "is/seq_weight_mean": _sum(ratio_N.clamp(max=cap), some_N),
-        "is/seq_weight_sq_mean": _sum(ratio_N.clamp(max=cap) ** 2, some_N),
-        "is/seq_reject_frac": _sum(weight_N == 0, some_N),
     }
+    if cap is not None:
+        means["is/seq_weight_mean"] = _sum(ratio_N.clamp(max=cap), some_N)
+        means["is/seq_weight_sq_mean"] = _sum(ratio_N.clamp(max=cap) ** 2, some_N)
+    if weight_R is not None:
+        check_aligned(logp_prox=logp_prox_R, weight=weight_R)
+        weight_N = zeros_N.index_add(0, sequence_R, torch.where(mask_R, weight_R.double(), torch.zeros_like(log_R)))
+        means["is/seq_reject_frac"] = _sum(weight_N == 0, some_N)
     return Stats(means)
 
 

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from async_rl.algorithms import diagnostics
 from async_rl.algorithms.aggregation import contribution, token_scales
-from async_rl.algorithms.corrections import CORRECTIONS, batch_normalised
+from async_rl.algorithms.corrections import CORRECTIONS, batch_normalised, cut
 from async_rl.algorithms.kl import KL_LOSSES
-from async_rl.algorithms.losses import LOSSES, TokenLoss
+from async_rl.algorithms.losses import LOSSES, WEIGHTED, TokenLoss
 from async_rl.algorithms.masks import MASKS
 from async_rl.algorithms.proximal import prox_logp_loglinear
 from async_rl.algorithms.terms import Terms
@@ -43,6 +43,8 @@ class Objective:
         self.num_ranks = num_ranks
         self.aggregation = aggregation_of(config.algorithm)
         self.bounds = bounds_of(config)
+        # Of a weight of 1, or one that the loss ignores, there is nothing to report.
+        self.weighted = config.algorithm.loss in WEIGHTED and config.algorithm.correction != "none"
 
     def __call__(self, scored: Scored, step: Step, part: MiniBatch, logp_T: Tensor, entropy_T: Tensor, tally: Tally) -> Tensor:
         """`D S / N`, with gradient; figures go to the tally."""
@@ -110,9 +112,14 @@ class Objective:
         lags_T = torch.where(fresh_T, 0, t.lags_R[slots_T].clamp(min=1))
         tally.collect(diagnostics.mismatch(prox_T, behav_T, all_T))
         tally.collect(diagnostics.mismatch_by_lag(prox_T, behav_T, all_T, lags_T, self.config.max_staleness + 1))
-        tally.collect(diagnostics.correction(prox_T, behav_T, weight_T, all_T))
+        tally.collect(diagnostics.ratio(prox_T, behav_T, all_T))
         whole = (terms.sequence_R, terms.num_sequences)
-        tally.collect(diagnostics.sequence_correction(prox_T, behav_T, weight_T, all_T, *whole, cap=self.bounds["high"] or 2.0))
+        if self.weighted:
+            level, _, mode = self.config.algorithm.correction.partition("_")
+            cuts = cut(prox_T, behav_T, all_T, *whole, level=level, mode=mode, **self.bounds)
+            tally.collect(diagnostics.correction(weight_T, *cuts, all_T))
+        used_T, cap = (weight_T, self.bounds["high"]) if self.weighted else (None, None)
+        tally.collect(diagnostics.sequence_correction(prox_T, behav_T, used_T, all_T, *whole, cap=cap))
         tally.collect(diagnostics.clipping(token_loss, terms.logp_R, prox_T, all_T))
         if "eps_low" in self.config.algorithm.loss_options:
             eps = {name: x for name, x in self._loss_options(step.version).items() if name.startswith("eps") and x is not None}

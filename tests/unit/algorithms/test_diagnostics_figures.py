@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings
 
 from async_rl.algorithms import diagnostics
+from async_rl.algorithms.corrections import CORRECTIONS, LEVELS, MODES, cut
 from async_rl.algorithms.diagnostics import Stats
 
 from .estimator_cases import bools, cases, close, columns, f64, ragged, sequence_of
@@ -123,10 +124,25 @@ def test_mismatch_is_split_by_lag_and_the_last_bucket_holds_the_rest():
     assert list(none.means) == list(stats.means)
 
 
-def test_both_directions_of_truncation_are_counted_before_rejection():
-    prox, weight = f64([0.25, 0.1, 1.0, 4.0, 1.0]).log(), f64([0.5, 0.5, 1.0, 2.0, 9.0])
-    got = row(diagnostics.correction(prox, torch.zeros_like(prox), weight, bools([1, 1, 1, 1, 0])))
-    assert (got["is/trunc_frac_high"], got["is/trunc_frac_low"]) == pytest.approx((1 / 4, 2 / 4))
+SHARES = {  # of ratios (.25, 4), (1, 1), (3, 1), whose products are 1, 1, 3 and geometric means 1, 1, 1.73
+    "token": {"none": (0, 0), "truncate": (2 / 6, 0), "clip": (2 / 6, 1 / 6), "mask": (2 / 6, 1 / 6)},
+    "sequence": {"none": (0, 0), "truncate": (2 / 6, 0), "clip": (2 / 6, 0), "mask": (2 / 6, 0)},
+    "geometric": {"none": (0, 0), "truncate": (0, 0), "clip": (0, 0), "mask": (0, 0)},
+}
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_weight_counts_as_cut_where_it_is_not_the_ratio_of_its_level(level: str, mode: str):
+    prox = f64([0.25, 4.0, 1.0, 1.0, 3.0, 1.0, 9.0]).log()
+    behav, mask, sequence = torch.zeros_like(prox), bools([1] * 6 + [0]), torch.tensor([0, 0, 1, 1, 2, 2, 2])
+    args, bounds = (prox, behav, mask, sequence, 3), {"low": 0.5, "high": 2.0}
+    weight = CORRECTIONS[f"{level}_{mode}"](*args, **bounds)
+    high, low = cut(*args, level=level, mode=mode, **bounds)
+    assert torch.equal(high | low, weight != CORRECTIONS[f"{level}_none"](*args, **bounds))
+    for scaled in (weight, weight / 3):
+        got = row(diagnostics.correction(scaled, high, low, mask))
+        assert (got["is/trunc_frac_high"], got["is/trunc_frac_low"]) == pytest.approx(SHARES[level][mode])
 
 
 def test_sequence_figures_are_of_products_and_of_whole_trajectories():
@@ -141,6 +157,8 @@ def test_sequence_figures_are_of_products_and_of_whole_trajectories():
     assert figures["is/ess_seq"] == pytest.approx(4.5**2 / (3 * (9 + 0.25 + 1)))
     assert figures["is/ess_seq_truncated"] == pytest.approx(3.5**2 / (3 * (4 + 0.25 + 1)))
     assert not any("_sq_" in name for name in figures)
+    unweighted = row(diagnostics.sequence_correction(prox, behav, None, mask, sequence, 5, None))
+    assert set(unweighted) == {"is/seq_ratio_mean", "is/seq_ratio_sq_mean"}
     huge = diagnostics.sequence_correction(prox + 15, behav, weight, mask, sequence, 5, 2.0)
     assert row(huge)["is/seq_ratio_mean"] <= math.exp(20)
 

@@ -25,7 +25,7 @@ def test_mismatch_figures_are_the_golden_ones(inputs, expected, tol):
     }
     for ours, golden in names.items():
         close(means[f"mismatch/{ours}"], expected[golden], tol)
-    stats = diagnostics.correction(learner, behav, torch.ones_like(learner), mask)
+    stats = diagnostics.ratio(learner, behav, mask)
     close(float(stats.means["is/ratio_mean"][0]) / 3, expected["ratio_mean"], tol)
     close(float(stats.maxima["is/ratio_max"]), expected["ratio_max"], tol)
 

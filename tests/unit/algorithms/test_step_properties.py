@@ -10,7 +10,7 @@ import torch
 
 from async_rl.algorithms import aggregation, diagnostics, filters
 from async_rl.algorithms.advantages import grpo
-from async_rl.algorithms.corrections import CORRECTIONS
+from async_rl.algorithms.corrections import CORRECTIONS, cut
 from async_rl.algorithms.losses import LOSSES
 from async_rl.types import FinishReason, Trajectory
 
@@ -30,6 +30,11 @@ def everything(*shape: int) -> torch.Tensor:
 def truncated(prox, behav, mask, cap=2.0):
     sequence = torch.zeros(len(mask), dtype=torch.int64)
     return CORRECTIONS["token_truncate"](prox, behav, mask, sequence, 1, low=None, high=cap)
+
+
+def cuts(prox, behav, mask, cap=2.0):
+    sequence = torch.zeros(len(mask), dtype=torch.int64)
+    return cut(prox, behav, mask, sequence, 1, level="token", mode="truncate", low=None, high=cap)
 
 
 def step(logp, prox, behav, adv, mask, sequence, num_sequences, mode="token_mean"):
@@ -85,11 +90,12 @@ def test_garbage_at_masked_positions_changes_no_bit_of_loss_gradient_or_diagnost
         loss = LOSSES["decoupled_ppo"](terms, **BOUNDS)
         for stats in (
             diagnostics.mismatch(x[0], x[2], mask),
-            diagnostics.correction(x[1], x[2], weight, mask),
+            diagnostics.ratio(x[1], x[2], mask),
+            diagnostics.correction(weight, *cuts(x[1], x[2], mask), mask),
             diagnostics.clipping(loss, x[0], x[1], mask),
         ):
             figures.append({k: float(v[0]) for k, v in stats.means.items()} | {k: float(v) for k, v in stats.maxima.items()})
-    assert figures[:3] == figures[3:]
+    assert figures[:4] == figures[4:]
 
 
 @pytest.mark.parametrize("mode", aggregation.AGGREGATIONS)
@@ -213,9 +219,9 @@ def test_mismatch_and_correction_figures_are_those_of_paper_and_pencil():
     means = diagnostics.mismatch(prox, behav, mask, "_lag0").means
     assert float(means["mismatch/k3_lag0"][0]) == pytest.approx(0.5 + 1.5 + 3 - 3 - math.log(2.25))
     assert float(means["mismatch/k1_lag0"][0]) == pytest.approx(-math.log(2.25))
-    cut = diagnostics.correction(prox, behav, truncated(prox, behav, mask), mask).means
-    assert [float(x) for x in cut["is/trunc_frac_high"]] == [1, 3]
-    assert float(cut["is/weight_mean"][0]) == pytest.approx(4.0)
+    means = diagnostics.correction(truncated(prox, behav, mask), *cuts(prox, behav, mask), mask).means
+    assert [float(x) for x in means["is/trunc_frac_high"]] == [1, 3]
+    assert float(means["is/weight_mean"][0]) == pytest.approx(4.0)
 
 
 def test_figures_of_nothing_are_zero_not_nan():
