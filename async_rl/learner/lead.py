@@ -191,8 +191,8 @@ def _announce(
     progress.notice(f"{len(tasks.train)} training and {len(tasks.heldout)} held-out prompts ({dropped})")
     if 0 < len(tasks.heldout) < progress.eval_draws:
         progress.notice(
-            f"eval.draws is {progress.eval_draws}, but only {len(tasks.heldout)} prompts are held out: they are asked again and "
-            "again, and the accuracy is no surer than of so many; hold out more (data.heldout_fraction, data.heldout_path)"
+            f"eval.draws is {progress.eval_draws}, but only {len(tasks.heldout)} prompts are held out: they are asked again "
+            "and again, and the accuracy is no surer than of so many; hold out more (data.heldout_fraction, data.heldout_path)"
         )
     if critic:
         progress.notice(critic.told)
