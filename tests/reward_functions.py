@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import json
 import os
 import signal
 import subprocess
@@ -34,6 +35,14 @@ def hangs_if_asked(prompt: str, answer: str, **_: Any) -> float:
 
 def raises(prompt: str, answer: str, **_: Any) -> float:
     raise ValueError("no such\nplanet")
+
+
+async def raises_by_answer(prompt: str, answer: str, **_: Any) -> float:
+    return 1.0 if answer == "ok" else parses(answer) if answer else {}[answer]
+
+
+def parses(text: str) -> float:
+    return json.loads(text)["score"]
 
 
 def exits(prompt: str, answer: str, **_: Any) -> float:

@@ -11,7 +11,7 @@ import pytest
 from async_rl.config import Config, parse_config
 from async_rl.envs.adapters.jsonl import MAX_LINE_BYTES, load_items
 from async_rl.envs.base import Item, TaskError
-from async_rl.envs.tasks import Tasks, build_prompts, check_items
+from async_rl.envs.tasks import Tasks, build_prompts, check_items, check_sides, is_heldout
 from async_rl.recipes.tokenizer import BOS, VOCAB, character_tokenizer
 
 USER = {"role": "user", "content": "1+2="}
@@ -187,3 +187,29 @@ def test_messages_need_a_chat_template_that_takes_them(tmp_path: Path) -> None:
 def test_too_few_prompts_name_the_file(tmp_path: Path) -> None:
     with pytest.raises(TaskError, match=r"no training prompt is left of data\.path=.*sums\.jsonl .* 1 too_long"):
         built(tmp_path, {"prompt": "9" * 60})
+
+
+def test_a_side_that_stays_empty_is_seen_without_a_tokenizer_and_only_when_the_split_says_so(tmp_path: Path) -> None:
+    held = next(text for n in range(99) if is_heldout(text := f"{n}+1=", 0.2))
+    kept = [text for n in range(40) if not is_heldout(text := f"{n}+1=", 0.2)][:3]
+
+    def checked(*texts: str, draws: int = 4, **data: Any) -> str:
+        path = write(tmp_path / "sums.jsonl", *({"prompt": text} for text in texts))
+        made = config(path=path, heldout_fraction=0.2, **data)
+        made = made.model_copy(update={"eval": made.eval.model_copy(update={"draws": draws})})
+        said = []
+        for judge in (lambda: check_sides(made), lambda: build_prompts(made, character_tokenizer(64))):
+            try:
+                judge()
+                said.append("")
+            except TaskError as e:
+                said.append(str(e))
+        assert said[0] == said[1], "what is checked is what the learner says"
+        return said[0]
+
+    assert checked(*kept).startswith("eval.draws is 4, but no prompt is held out of 3 (")
+    assert checked(*kept, draws=0) == checked(*kept, held) == ""
+    assert checked(held, held).startswith("no training prompt is left of data.path=")
+    other = write(tmp_path / "other.jsonl", {"prompt": kept[0]})
+    assert checked(kept[0], heldout_path=other).startswith("no training prompt is left of data.path=")
+    assert checked(*kept, heldout_path=other) == ""

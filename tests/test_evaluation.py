@@ -50,6 +50,19 @@ def test_a_summary_says_how_many_answers_could_not_be_scored_and_why():
     assert e.summary().startswith("1.000 (1 answers, 0 missing, 2 could not be scored")
 
 
+def test_a_summary_of_more_draws_than_prompts_says_how_many_prompts_were_answered():
+    e = evaluation(draws=64)
+    assert e.summary() == "unknown (0 answers, 64 missing)"
+    asked = leases(e)
+    for group_id, _ in asked[:40]:
+        e.deliver(group_id, True, 1.0)
+    assert e.summary() == f"1.000 (40 answers to {len({p for _, p in asked[:40]})} prompts, 24 missing)"
+    e = evaluation(draws=len(PROMPTS))
+    for group_id, _ in leases(e):
+        e.deliver(group_id, True, 1.0)
+    assert e.summary() == "1.000 (10 answers, 0 missing)"
+
+
 def test_accuracy_is_the_mean_over_what_was_delivered_and_missing_is_counted():
     e = evaluation(draws=4)
     assert math.isnan(e.accuracy) and e.missing == 4 and not e.done

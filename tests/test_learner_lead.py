@@ -15,11 +15,13 @@ import pytest
 
 from async_rl.data.ledger import Ledger
 from async_rl.data.prompts import PromptStream
+from async_rl.envs.tasks import Tasks
 from async_rl.learner import LearnerError
+from async_rl.learner.control import Identity
 from async_rl.learner.dealer import Dealer
 from async_rl.learner.failure import RunFailed, tell
 from async_rl.learner.gate import Gate
-from async_rl.learner.lead import _finish, next_incarnation
+from async_rl.learner.lead import _announce, _finish, next_incarnation
 from async_rl.learner.progress import Progress
 from async_rl.learner.shaping import RewardShaping
 from async_rl.learner.sizes import sizes_of
@@ -231,3 +233,11 @@ def test_a_sentence_that_a_full_log_refuses_is_said_on_the_terminal(tmp_path: Pa
             tell("the disk is full")
             assert sys.stderr is None, "or Python's exit code would be 120"
     assert capsys.readouterr().out == "-- failed: the disk is full\n"
+
+
+@pytest.mark.parametrize(("num_heldout", "told"), [(0, False), (3, True), (4, False)])
+def test_fewer_held_out_prompts_than_draws_are_told_at_the_start(tmp_path: Path, capsys, num_heldout: int, told: bool) -> None:
+    progress = Progress(make_config(eval={"draws": 4}), tmp_path, 2, None, lambda ids: "")
+    tasks = Tasks([make_prompt(0)], [make_prompt(n) for n in range(1, num_heldout + 1)], {})
+    _announce(progress, tasks, Identity("run", "c", "t", 2), 0, None, None)
+    assert ("eval.draws is 4, but only 3 prompts are held out" in capsys.readouterr().out) == told

@@ -30,7 +30,8 @@ from async_rl.envs.rewards import (
 from async_rl.types import Prompt
 
 HERE = "tests.reward_functions"
-ROOT = str(Path(__file__).parents[1])
+ROOT = Path(__file__).parents[1]
+FILE = "tests/reward_functions.py"
 
 
 def prompt(**fields: Any) -> Prompt:
@@ -182,11 +183,33 @@ def test_what_goes_wrong_in_the_function_costs_one_answer_and_says_why() -> None
     with pool("raises") as scorer:
         scored = asyncio.run(scorer.score(prompt(), "x"))
     assert math.isnan(scored.reward)
-    assert scored.error == f"reward {HERE}:raises raised ValueError: no such planet"
+    line = next(n for n, text in enumerate((ROOT / FILE).read_text().splitlines(), 1) if "planet" in text)
+    assert scored.error == f"reward {HERE}:raises raised ValueError: no such planet ({FILE}:{line})"
     with pool("returns") as scorer:
         scored = asyncio.run(scorer.score(prompt(value="1.0"), "x"))
     assert math.isnan(scored.reward)
     assert scored.error == f"reward {HERE}:returns returned a str, not one number"
+
+
+def test_where_a_reward_raised_is_the_place_in_its_own_code_and_the_log_has_the_whole_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    told: list[str] = []
+    monkeypatch.setattr("async_rl.envs.rewards.log.info", lambda text, *words: told.append(text % words))
+    with pool("raises_by_answer", num_workers=2) as scorer:
+        errors = [asyncio.run(scorer.score(prompt(), answer)).error for answer in ("{", "[", "", "{", "ok")]
+    line = next(n for n, text in enumerate((ROOT / FILE).read_text().splitlines(), 1) if "json.loads" in text)
+    assert ["JSONDecodeError" in error and error.endswith(f" ({FILE}:{line})") for error in errors] == [
+        True,
+        True,
+        False,
+        True,
+        False,
+    ]
+    assert "raised KeyError: ''" in errors[2] and errors[4] == ""
+    assert len(told) == 2, "each kind once"
+    assert "Traceback (most recent call last)" in told[0] and "in parses\n" in told[0] and "json/decoder.py" in told[0]
+    assert "_score_in_worker" not in told[0] and told[1].endswith("KeyError: ''")
 
 
 def test_a_function_that_ends_its_process_costs_one_answer() -> None:
@@ -348,7 +371,7 @@ def test_a_killed_rollout_leaves_no_scorer_behind_even_one_that_hangs(tmp_path: 
     script = tmp_path / "main.py"
     script.write_text(ORPHANS)
     with subprocess.Popen(
-        [sys.executable, str(script)], stdout=subprocess.PIPE, text=True, env=os.environ | {"PYTHONPATH": ROOT}
+        [sys.executable, str(script)], stdout=subprocess.PIPE, text=True, env=os.environ | {"PYTHONPATH": str(ROOT)}
     ) as parent:
         assert parent.stdout is not None
         workers = list(map(int, parent.stdout.readline().split()))

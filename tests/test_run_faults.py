@@ -107,7 +107,7 @@ def test_a_reward_that_always_raises_ends_the_run_with_its_error_said_once(tmp_p
     assert re.match(words, failure), "sixteen, and those that came before it was noticed"
     raised = "reward tests.reward_functions:raises raised ValueError: no such planet"
     (evaluated,) = [line for line in lines if line.startswith("-- held-out accuracy of version 0: ")]
-    assert f"unknown (0 answers, 0 missing, 8 could not be scored, the first: {raised})" in evaluated
+    assert f"unknown (0 answers, 0 missing, 8 could not be scored, the first: {raised} (tests/reward_functions.py:" in evaluated
     assert any(line.startswith("-- answers that could not be used so far: ") and raised in line for line in lines)
     result = json.loads(last)
     assert (result["status"], result["exit_code"], result["eval_unscored"]) == ("failed", 4, 8)

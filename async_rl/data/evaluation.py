@@ -56,6 +56,7 @@ class Evaluation:
         self.deadline_s = deadline_s
         self.mixed = 0  # answered, but not by the pinned weights alone
         self.unscored = 0  # answered, but without a usable reward
+        self._repeats = len(prompts) < draws
         picks = np.random.default_rng([seed, 1]).integers(len(prompts), size=draws)
         self._prompts = [prompts[i] for i in picks]
         self._base = EVAL_BIT | _bits(name.incarnation, INCARNATION_BITS) << (VERSION_BITS + INDEX_BITS)
@@ -129,8 +130,12 @@ class Evaluation:
         return [self._answers[index] for index in sorted(self._answers)]
 
     def summary(self) -> str:
-        """The result for a terminal: the accuracy, what it counts, what it cannot count and the first error."""
-        counts = [f"{self.num_delivered} answers", f"{self.missing} missing"]
+        """The result for a terminal: the accuracy, what it counts, what it cannot count and the first error.
+
+        Of fewer prompts than draws it says how many have an answer that counts: hundreds of answers to a few say little.
+        """
+        prompts = len({self._prompts[index].prompt_id for index in self._rewards}) if self._repeats else 0
+        counts = [f"{self.num_delivered} answers{f' to {prompts} prompts' if prompts else ''}", f"{self.missing} missing"]
         counts += [f"{self.mixed} not by this version alone"] if self.mixed else []
         if self.unscored:
             errors = (a.trajectory.error for a in self.answered() if a.pinned and not math.isfinite(a.trajectory.reward))

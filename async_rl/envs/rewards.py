@@ -20,21 +20,29 @@ import re
 import signal
 import subprocess
 import sys
+import sysconfig
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from concurrent.futures import CancelledError
-from typing import Any
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NamedTuple
 
 from pebble import ProcessExpired, ProcessPool
 
 from async_rl.envs.base import Scored
+from async_rl.observability.log import get_logger
 from async_rl.types import MAX_REWARD, MAX_SCORE_NAME_BYTES, MAX_SCORES, Prompt
 
+log = get_logger(__name__)
 START_TIMEOUT_S = 60.0
 GRACE_S = 30.0
 ORPHAN_CHECK_S = 1.0
 SCORE_KEYS = ("score", "reward")
+MAX_TOLD = 16  # kinds of exceptions whose traceback goes to the log
+LIBRARIES = tuple(sysconfig.get_paths()[name] + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib"))
 WHERE = "start this process in the folder that holds it, install it or set PYTHONPATH"
 
 
@@ -91,6 +99,7 @@ class RewardPool:
         self._num_workers = num_workers
         self._timeout_s = timeout_s
         self._pending = 0
+        self._told: set[str] = set()  # kinds of exceptions whose traceback is in the log
         self._pool = self._new_pool()
         problem = self._probe()
         if problem:
@@ -105,7 +114,9 @@ class RewardPool:
         try:
             future = self._schedule(prompt.text, answer, prompt.fields)
             async with asyncio.timeout(deadline_s):
-                return await asyncio.wrap_future(future)
+                call = await asyncio.wrap_future(future)
+            self._tell(call)
+            return call.scored
         except TimeoutError:
             return Scored(math.nan, f"reward {self._reward} took longer than {self._timeout_s:g} s")
         except ProcessExpired as e:
@@ -117,6 +128,11 @@ class RewardPool:
             return Scored(math.nan, f"reward {self._reward} was not scored: {type(e).__name__}: {_one_line(e)}")
         finally:
             self._pending -= 1
+
+    def _tell(self, call: Call) -> None:
+        if call.kind and call.kind not in self._told and len(self._told) < MAX_TOLD:
+            self._told.add(call.kind)
+            log.info("%s; the first %s in full:\n%s", call.scored.error, call.kind, call.traceback)
 
     def close(self) -> None:
         """End the workers, whatever they do; returns within a few seconds."""
@@ -221,15 +237,36 @@ def _load_in_worker(reward: str) -> str:
     return ""
 
 
-def _score_in_worker(reward: str, text: str, answer: str, fields: dict[str, Any]) -> Scored:
+class Call(NamedTuple):
+    """What came of one call: of one that raised also what it raised, and the traceback from the function on."""
+
+    scored: Scored
+    kind: str = ""
+    traceback: str = ""
+
+
+def _score_in_worker(reward: str, text: str, answer: str, fields: dict[str, Any]) -> Call:
     try:
         value = load(reward)(text, answer, **fields)
         if inspect.isawaitable(value):
             value = asyncio.run(_wait(value))
         scored = as_score(value)
     except BaseException as e:  # the user's code, which may also call sys.exit: that ends one answer, not the rollout
-        return Scored(math.nan, f"reward {reward} raised {type(e).__name__}: {_one_line(e)}")
-    return scored._replace(error=f"reward {reward} {scored.error}") if scored.error else scored
+        kind, frames = type(e).__name__, e.__traceback__ and e.__traceback__.tb_next
+        error = f"reward {reward} raised {kind}: {_one_line(e)}{_place(frames)}"
+        return Call(Scored(math.nan, error), kind, "".join(traceback.format_exception(type(e), e, frames)).rstrip())
+    return Call(scored._replace(error=f"reward {reward} {scored.error}") if scored.error else scored)
+
+
+def _place(frames: TracebackType | None) -> str:
+    """As ` (file:line)` the innermost frame in the user's own code, else the innermost that is not ours; "" without one."""
+    found = [(f.filename, f.lineno) for f in traceback.extract_tb(frames) if f.filename != __file__]
+    own = [(name, line) for name, line in found if not name.startswith(LIBRARIES) and not name.startswith("<")]
+    if not found:
+        return ""
+    name, line = (own or found)[-1]
+    path = Path(name)
+    return f" ({path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path.name}:{line})"
 
 
 async def _wait(value: Any) -> Any:

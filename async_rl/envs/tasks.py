@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -47,21 +48,50 @@ def build_prompts(config: Config, tokenizer: Any) -> Tasks:
     A prompt that leaves no room for `rollout.max_new_tokens` within `model.max_model_len` is dropped as too_long (BR-073).
     Raises TaskError when the source cannot be read as configured, or a side that is needed stays empty.
     """
-    data, reader = config.data, _Reader(config, tokenizer)
+    reader = _Reader(config, tokenizer)
+    tasks = Tasks([], [], reader.dropped)
+    for side, prompt in _split(config, reader):
+        (tasks.heldout if side == "heldout" else tasks.train).append(prompt)
+    _check_sides(config, tasks)
+    return tasks
+
+
+def _split(config: Config, reader: _Reader) -> Iterator[tuple[str, Prompt]]:
+    """("train" or "heldout", prompt), in the order of the source; all of data.heldout_path comes first."""
+    data = config.data
     if data.path is None:
         source, items, fraction = data.dataset, reasoning_gym.load_items(data, config.seed), data.heldout_fraction
     else:
         source, items = Path(data.path).stem, jsonl.load_items(data.path, "data.path")
         fraction = data.heldout_fraction if data.heldout_path is None else 0.0
-    tasks = Tasks([], [], reader.dropped)
     if data.heldout_path is not None:
         given = jsonl.load_items(data.heldout_path, "data.heldout_path")
-        tasks.heldout.extend(prompt for _, prompt in reader.read(given, Path(data.heldout_path).stem))
+        for _, prompt in reader.read(given, Path(data.heldout_path).stem):
+            yield "heldout", prompt
         reader.taken = dict.fromkeys(reader.taken, "in_heldout")
     for key, prompt in reader.read(items, source):
-        (tasks.heldout if is_heldout(key, fraction) else tasks.train).append(prompt)
+        yield "heldout" if is_heldout(key, fraction) else "train", prompt
+
+
+def check_sides(config: Config) -> None:
+    """Whether both sides of the split of a user's own file get a prompt, as far as that can be told within CHECK_S and without
+    a tokenizer, to which no prompt is too long. Raises TaskError as `build_prompts` would."""
+    if config.data.path is None:
+        return
+    reader = _Reader(config, None, deadline_s=time.monotonic() + CHECK_S)
+    tasks = Tasks([], [], reader.dropped)
+    try:
+        for side, prompt in _split(config, reader):
+            (tasks.heldout if side == "heldout" else tasks.train).append(prompt)
+            if tasks.train and (tasks.heldout or config.eval.draws == 0):
+                return
+    except _Late:
+        return
     _check_sides(config, tasks)
-    return tasks
+
+
+class _Late(Exception):
+    """A check has read for as long as a person waits."""
 
 
 def check_items(data: DataConfig) -> None:
@@ -83,7 +113,8 @@ class _Reader:
     """Turns items into prompts, and counts those that cannot be used."""
 
     config: Config
-    tokenizer: Any
+    tokenizer: Any  # None for a check: then a prompt has no ids
+    deadline_s: float = math.inf
     taken: dict[str, str] = field(default_factory=dict)  # identity of each item so far -> why another like it is dropped
     dropped: dict[str, int] = field(default_factory=lambda: dict.fromkeys(REASONS, 0))
 
@@ -92,6 +123,8 @@ class _Reader:
         config = self.config
         room_tokens = config.model.max_model_len - config.rollout.max_new_tokens
         for item in items:
+            if time.monotonic() > self.deadline_s:
+                raise _Late
             if item.flaw:
                 self.dropped[item.flaw] += 1
                 continue
@@ -111,6 +144,8 @@ class _Reader:
 
     def _encode(self, item: Item, text: str) -> np.ndarray:
         data = self.config.data
+        if self.tokenizer is None:
+            return np.empty(0, dtype=np.int32)
         try:
             return encode_prompt(self.tokenizer, item.messages or text, data.chat, data.system)
         except TaskError as e:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from async_rl.config import Config, ConfigError, DataConfig
 from async_rl.envs.base import TaskError
-from async_rl.envs.tasks import check_items
+from async_rl.envs.tasks import check_items, check_sides
 from async_rl.launcher import memory
 from async_rl.launcher.datasets import check_dataset
 from async_rl.launcher.folder import check_folder
@@ -31,6 +31,7 @@ def inspect(config: Config, plan: Plan, machine: Machine, run_dir: Path) -> None
     check_critic(config)
     check_reward(config.data.reward)
     check_data(config.data)
+    check_split(config)
     check_devices(config, plan, machine)
     check_memory(config, plan, machine)
     check_ports(config)
@@ -77,6 +78,14 @@ def check_data(data: DataConfig) -> None:
         raise ConfigError(str(e)) from None
     if data.path is None:
         check_dataset(data)
+
+
+def check_split(config: Config) -> None:
+    """Whether there is a prompt to train on and one to evaluate."""
+    try:
+        check_sides(config)
+    except TaskError as e:
+        raise ConfigError(str(e)) from None
 
 
 def check_devices(config: Config, plan: Plan, machine: Machine) -> None:

@@ -189,6 +189,11 @@ def _announce(
     """`skipped`: the newer checkpoints that could not be used; None when no run is resumed."""
     dropped = ", ".join(f"{n} {why}" for why, n in tasks.dropped.items() if n) or "none dropped"
     progress.notice(f"{len(tasks.train)} training and {len(tasks.heldout)} held-out prompts ({dropped})")
+    if 0 < len(tasks.heldout) < progress.eval_draws:
+        progress.notice(
+            f"eval.draws is {progress.eval_draws}, but only {len(tasks.heldout)} prompts are held out: they are asked again "
+            "and again, and the accuracy is no surer than of so many; hold out more (data.heldout_fraction, data.heldout_path)"
+        )
     if critic:
         progress.notice(critic.told)
     for sentence in skipped or []:

@@ -43,6 +43,7 @@ class Progress:
         decode: Callable[[np.ndarray], str],
     ) -> None:
         self.run_dir, self.incarnation = run_dir, incarnation
+        self.eval_draws = config.eval.draws
         self.evaluated = -1  # version of the newest evaluation begun
         self._console = Console(config.num_steps)
         self._max_failed = config.checkpoint.max_failed_saves
