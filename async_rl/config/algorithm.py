@@ -9,7 +9,7 @@ from pydantic import Field, field_validator, model_validator
 from async_rl.config.methods import ADVANTAGES, CORRECTIONS, LOSSES, MASKS, NORMALIZERS, completed, refused, validated
 from async_rl.config.section import Seconds, Section
 
-_KINDS: dict[str, tuple[str, dict[str, type[Section]]]] = {  # field -> (its default, the options of each name)
+KINDS: dict[str, tuple[str, dict[str, type[Section]]]] = {  # field -> (its default, the options of each name)
     "advantage": ("grpo", ADVANTAGES),
     "loss": ("decoupled_ppo", LOSSES),
     "correction": ("token_truncate", CORRECTIONS),
@@ -55,7 +55,8 @@ class KLConfig(Section):
 
 class AlgorithmConfig(Section):
     preset: str | None = None
-    """A named set of the keys below, `algorithm=ppo` for short; keys set beside it win (docs/algorithms.md)."""
+    """A named set of the keys below, `algorithm=ppo` for short; keys set beside it win (docs/algorithms.md). Options go with
+    their method, and a mapping given whole, as in `algorithm.masks={}`, replaces what stood there."""
     advantage: Literal[
         "grpo",
         "dr_grpo",
@@ -109,7 +110,8 @@ class AlgorithmConfig(Section):
     correction_normalize: bool = False
     """Divide the weights by their mean over the batch."""
     masks: dict[str, dict[str, Any]] = Field(default_factory=lambda: {"veto": {}}, validate_default=True)
-    """Tokens and answers to leave out of the loss, but not of its count: `{name: options}` (docs/algorithms.md)."""
+    """Tokens and answers to leave out of the loss, but not of its count: `{name: options}` (docs/algorithms.md). Naming any
+    replaces the default: name `veto`, too, to keep it."""
     aggregation: (
         Literal["token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "seq_mean_token_sum_norm", "prompt_mean"] | None
     ) = None
@@ -147,7 +149,7 @@ class AlgorithmConfig(Section):
             return data
         options = {
             f"{kind}_options": completed(kind, str(data.get(kind, default)), data.get(f"{kind}_options", {}), table)
-            for kind, (default, table) in _KINDS.items()
+            for kind, (default, table) in KINDS.items()
         }
         return data | options
 
