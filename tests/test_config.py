@@ -145,11 +145,45 @@ def test_the_digest_ignores_where_files_go_and_nothing_else():
         "rollout.num_slots=1000000000",
         "rollout.stop=['']",
         "eval.draws=1048576",
+        "num_steps=10000000000",
+        "max_staleness=10000000000",
+        "groups_per_step=10000000",
+        "transport.max_buffered_bytes=10000000000000000000000",
+        "algorithm.num_epochs=1001",
+        "algorithm.num_minibatches=1001",
+        "algorithm.max_refill=1001",
+        "algorithm.kl.gate_patience=10000000000",
     ],
 )
 def test_absurd_numbers_are_refused_by_key(override):
     with pytest.raises(ConfigError, match=override.partition("=")[0]):
         load_config(ROOT / "configs" / "quickstart.yaml", [override])
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        *("num_steps=true", "num_steps='8'", "group_size=8.0", "group_size_end=4.0", "adaptive_group_sizes=[2,16.0]"),
+        *("learner.lr=true", "learner.betas=[0,true]", "rollout.count=1.0", "algorithm.advantage_options.ddof=true"),
+        *("algorithm.advantage_options.ddof=0.0", "algorithm.loss_options.eps_high=true", "algorithm.shuffle_rewards=1"),
+    ],
+)
+def test_what_is_of_another_type_is_refused_by_key(override):
+    with pytest.raises(ConfigError, match=f"{override.partition('=')[0]}.* is .*: Input should be a valid"):
+        load_config(ROOT / "configs" / "quickstart.yaml", [override])
+
+
+def test_a_float_may_be_written_as_an_integer_or_with_an_exponent():
+    overrides = ["learner.lr=1e-4", "learner.weight_decay=1", "learner.betas=[0,1e-2]", "algorithm.loss_options.eps_high=1e-2"]
+    config = load_config(ROOT / "configs" / "quickstart.yaml", overrides)
+    assert (config.learner.lr, config.learner.weight_decay, config.learner.betas) == (1e-4, 1.0, (0.0, 0.01))
+    assert isinstance(config.learner.weight_decay, float) and config.algorithm.loss_options["eps_high"] == 0.01
+
+
+@pytest.mark.parametrize("key", ["data.path", "data.heldout_path", "run_dir", "algorithm.critic.path"])
+def test_an_empty_path_does_not_stand_for_another(key):
+    with pytest.raises(ConfigError, match=f"config key '{key}' is '': String should have at least 1 character"):
+        load_config(ROOT / "configs" / "quickstart.yaml", [f"{key}=''"])
 
 
 @pytest.mark.parametrize("override", ["data.prompt={nope}=", "[=1", "seed=}", "transport.host=*"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from async_rl.config.load import METHOD_KEYS
 ROOT = Path(__file__).parent.parent
 QUICKSTART = ROOT / "configs" / "quickstart.yaml"
 SMALL = {"num_steps": 8, "groups_per_step": 4, "group_size": 4, "model": {"path": "somewhere"}}
+KIMI = ("algorithm.correction=none", "algorithm.advantage=dr_grpo")
 BY_TOKEN = {"gae", "vtrace", "hybrid", "reinforce_pp"}  # they are made by the learner's estimator, of several functions
 
 
@@ -71,6 +73,71 @@ def test_a_preset_of_the_command_line_replaces_that_of_the_file_and_keys_beside_
     assert (other.loss_options["eps_low"], other.loss_options["eps_high"]) == (3e-4, 0.1)
     file.write_text(head + "algorithm: ppo\n")
     assert load_config(file).algorithm.advantage == "gae"
+
+
+def algorithm_from(folder: Path, section: str, *overrides: str) -> AlgorithmConfig:
+    """What a file with this section and the overrides make together."""
+    file = folder / "own.yaml"
+    file.write_text(f"num_steps: 8\ngroups_per_step: 4\ngroup_size: 4\nmodel: {{path: x}}\nalgorithm: {section}\n")
+    return load_config(file, overrides).algorithm
+
+
+def test_a_mapping_given_whole_replaces_what_stood_there_and_dotted_keys_add(tmp_path):
+    def masks(section: str, *overrides: str) -> list[str]:
+        return sorted(algorithm_from(tmp_path, section, *overrides).masks)
+
+    assert masks("{}", "algorithm.masks={}") == masks("{preset: m2po}", "algorithm.masks={}") == []
+    assert masks("{masks: {opsm: {}}}", "algorithm.masks={icepop: {}}") == ["icepop"]
+    assert masks("{}", "algorithm=opsm", "algorithm.masks={icepop: {}}", "algorithm.masks.veto.threshold=0.1") == [
+        "icepop",
+        "veto",
+    ]
+    assert masks("{masks: {opsm: {}}}", "algorithm.masks.icepop.low=0.1") == ["icepop", "opsm"]
+    assert masks("{preset: opsm, masks: {icepop: {}}}") == ["icepop"]
+    assert masks("{preset: opsm, masks: {}}") == []
+    assert masks("{preset: opsm}", "algorithm.masks.icepop.low=0.1", "algorithm.masks={}") == []
+    cautious = "{preset: ppo, advantage_options: {gamma: 0.5}}"
+    assert algorithm_from(tmp_path, cautious).advantage_options["lam_policy"] == 0.95
+    bare = algorithm_from(tmp_path, cautious, "algorithm.advantage_options={}").advantage_options
+    assert (bare["gamma"], bare["lam_policy"]) == (1.0, "adaptive")
+    high = algorithm_from(tmp_path, "{correction_options: {high: 9.0}}", "algorithm.correction_options={}").correction_options
+    assert high == {"high": 2.0}
+    kl = algorithm_from(tmp_path, "{entropy_coef: 0.1, kl: {beta: 0.1, cap: 3.0}}", "algorithm.kl={beta: 0.2}")
+    assert (kl.kl.beta, kl.kl.cap, kl.entropy_coef) == (0.2, 2.0, 0.1)
+    other = algorithm_from(tmp_path, "{preset: m2po, entropy_coef: 0.1}", "algorithm={preset: ppo}")
+    assert (other.advantage, other.entropy_coef) == ("gae", 0.0)
+
+
+@pytest.mark.parametrize(
+    ("section", "overrides", "kind", "options"),
+    [
+        ("{}", ["algorithm=icepop", "algorithm.correction=token_truncate"], "correction", {"high": 2.0}),
+        ("{}", ["algorithm=icepop", "algorithm.correction=token_mask"], "correction", {"low": 0.5, "high": 5.0}),
+        ("{preset: icepop, correction: token_truncate}", [], "correction", {"high": 2.0}),
+        ("{preset: hybrid, advantage: grpo}", [], "advantage", {"ddof": 1}),
+        ("{correction_options: {high: 9.0}}", ["algorithm.correction=sequence_truncate"], "correction", {"high": 2.0}),
+        ("{correction_options: {high: 9.0}}", ["algorithm.correction=token_truncate"], "correction", {"high": 9.0}),
+        ("{correction_options: {high: 9.0}}", ["algorithm.entropy_coef=0.1"], "correction", {"high": 9.0}),
+        ("{loss: gspo, loss_options: {eps_low: 0.1}}", ["algorithm.loss=kimi_k15", *KIMI], "loss", {"tau": 0.1}),
+        ("{loss: gspo, loss_options: {eps_low: 0.1}}", ["algorithm.loss=gspo"], "loss", {"eps_low": 0.1, "eps_high": 4e-4}),
+        ("{advantage: rloo, normalizer: ema, normalizer_options: {clip: 1}}", ["algorithm.normalizer=none"], "normalizer", {}),
+    ],
+)
+def test_options_go_with_the_method_that_a_later_layer_replaces(tmp_path, section, overrides, kind, options):
+    assert getattr(algorithm_from(tmp_path, section, *overrides), f"{kind}_options") == options
+
+
+def test_another_advantage_than_the_one_of_the_preset_has_options_of_its_own():
+    a = load_config(QUICKSTART, ["algorithm=ppo", "algorithm.advantage=vtrace"]).algorithm
+    assert "lam_policy" not in a.advantage_options and a.advantage_options["rho_bar"] == 1.05
+
+
+@pytest.mark.parametrize("override", ["algorithm=[ppo]", "algorithm.critic=[]", "algorithm.kl=3", "learner=[1]"])
+def test_what_stands_in_place_of_a_section_is_named_in_plain_words(override):
+    with pytest.raises(ConfigError) as caught:
+        load_config(QUICKSTART, [override])
+    key = override.partition("=")[0]
+    assert re.match(rf"'{key}' is .*, but it is a section: set a key of it", str(caught.value))
 
 
 def test_the_keys_of_methods_are_keys():

@@ -7,9 +7,9 @@ from typing import Any, Literal
 from pydantic import Field, field_validator, model_validator
 
 from async_rl.config.methods import ADVANTAGES, CORRECTIONS, LOSSES, MASKS, NORMALIZERS, completed, refused, validated
-from async_rl.config.section import Seconds, Section
+from async_rl.config.section import MANY, Path, Seconds, Section
 
-_KINDS: dict[str, tuple[str, dict[str, type[Section]]]] = {  # field -> (its default, the options of each name)
+KINDS: dict[str, tuple[str, dict[str, type[Section]]]] = {  # field -> (its default, the options of each name)
     "advantage": ("grpo", ADVANTAGES),
     "loss": ("decoupled_ppo", LOSSES),
     "correction": ("token_truncate", CORRECTIONS),
@@ -18,13 +18,13 @@ _KINDS: dict[str, tuple[str, dict[str, type[Section]]]] = {  # field -> (its def
 
 
 class CriticConfig(Section):
-    path: str | None = None
+    path: Path | None = None
     """Model that the critic starts from, under a new output of one number; default: `model.path`."""
     lr: float = Field(default=1e-5, gt=0)
     """Its peak learning rate, under the policy's schedule."""
     clip: float | None = Field(default=0.5, gt=0)
     """Furthest, in units of the return, that a value may move per batch before its gradient is cut; null turns it off."""
-    warmup_steps: int = Field(default=0, ge=0)
+    warmup_steps: int = Field(default=0, ge=0, le=MANY)
     """First steps that train the critic alone."""
     popart: float = Field(default=0.0, ge=0, lt=1)
     """Weight of a batch in the running moments by which its targets are standardised (PopArt); 0 leaves them as they are."""
@@ -39,11 +39,11 @@ class KLConfig(Section):
     """Upper bound of the importance ratio in the loss."""
     target: float | None = Field(default=None, gt=0)
     """Steer beta towards this KL, in nats per answer (arXiv:1909.08593)."""
-    horizon: int = Field(default=10_000, ge=1)
+    horizon: int = Field(default=10_000, ge=1, le=MANY)
     """Answers over which that steering acts."""
     gate: float | None = Field(default=None, gt=0)
     """Pause training when the KL, in nats per answer, stays above this."""
-    gate_patience: int = Field(default=3, ge=1)
+    gate_patience: int = Field(default=3, ge=1, le=MANY)
     """Steps in a row above it before the pause."""
     gate_resume_ratio: float = Field(default=0.5, gt=0, le=1)
     """The alarm ends when the KL is below this share of the gate."""
@@ -55,7 +55,8 @@ class KLConfig(Section):
 
 class AlgorithmConfig(Section):
     preset: str | None = None
-    """A named set of the keys below, `algorithm=ppo` for short; keys set beside it win (docs/algorithms.md)."""
+    """A named set of the keys below, `algorithm=ppo` for short; keys set beside it win (docs/algorithms.md). Options go with
+    their method, and a mapping given whole, as in `algorithm.masks={}`, replaces what stood there."""
     advantage: Literal[
         "grpo",
         "dr_grpo",
@@ -109,14 +110,15 @@ class AlgorithmConfig(Section):
     correction_normalize: bool = False
     """Divide the weights by their mean over the batch."""
     masks: dict[str, dict[str, Any]] = Field(default_factory=lambda: {"veto": {}}, validate_default=True)
-    """Tokens and answers to leave out of the loss, but not of its count: `{name: options}` (docs/algorithms.md)."""
+    """Tokens and answers to leave out of the loss, but not of its count: `{name: options}` (docs/algorithms.md). Naming any
+    replaces the default: name `veto`, too, to keep it."""
     aggregation: (
         Literal["token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "seq_mean_token_sum_norm", "prompt_mean"] | None
     ) = None
     """How per-token losses become one number; default: that of the loss's paper, else token_mean."""
-    num_minibatches: int = Field(default=1, ge=1)
+    num_minibatches: int = Field(default=1, ge=1, le=1000)
     """Optimizer steps per pass over a batch; more than one cost a forward pass for the proximal log-probs."""
-    num_epochs: int = Field(default=1, ge=1)
+    num_epochs: int = Field(default=1, ge=1, le=1000)
     """Passes over a batch."""
     proximal: Literal["recompute", "loglinear"] = "recompute"
     """Proximal log-probs by a forward pass, or, with several optimizer steps, interpolated by version (arXiv:2512.06547)."""
@@ -128,11 +130,11 @@ class AlgorithmConfig(Section):
     """Its options (docs/algorithms.md)."""
     overlong: Literal["keep", "mask"] = "keep"
     """Answers cut at `rollout.max_new_tokens`: train on them, or leave them out of the loss and its count."""
-    overlong_buffer_tokens: int = Field(default=0, ge=0)
+    overlong_buffer_tokens: int = Field(default=0, ge=0, le=MANY)
     """Take up to 1 off the reward over the last so many tokens before the limit; 0 takes nothing."""
     zero_variance: Literal["keep", "mask", "refill"] = "keep"
     """Groups whose rewards are all equal: train with advantage 0, leave out of the loss and its count, or replace."""
-    max_refill: int = Field(default=4, ge=1)
+    max_refill: int = Field(default=4, ge=1, le=1000)
     """With `refill`: groups replaced per step, in units of `groups_per_step`."""
     shuffle_rewards: bool = False
     """Control experiment: permute the rewards within a batch, so that nothing can be learned from them."""
@@ -147,7 +149,7 @@ class AlgorithmConfig(Section):
             return data
         options = {
             f"{kind}_options": completed(kind, str(data.get(kind, default)), data.get(f"{kind}_options", {}), table)
-            for kind, (default, table) in _KINDS.items()
+            for kind, (default, table) in KINDS.items()
         }
         return data | options
 

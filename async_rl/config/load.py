@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import ValidationError
 
+from async_rl.config.layers import Key, Tree, algorithm_of, merged, over, without
 from async_rl.config.rules import impossible
 from async_rl.config.schema import Config, config_keys
 
@@ -21,6 +22,7 @@ METHOD_KEYS = frozenset(
     """preset advantage advantage_options loss loss_options correction correction_options correction_normalize masks
     aggregation normalizer normalizer_options proximal""".split()
 )
+ALGORITHM: Key = ("algorithm",)
 TRUNCATED_SAMPLING = frozenset("top_p top_k min_p presence_penalty frequency_penalty repetition_penalty".split())
 
 
@@ -38,45 +40,59 @@ def load_config(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -
     if not path.is_file():
         what = "is no regular file" if path.exists() else "does not exist"
         raise ConfigError(f"config file {path} {what}: give the path of a YAML file such as configs/quickstart.yaml")
-    given = _parse_overrides(overrides)
+    given, whole = _parse_overrides(overrides)
+    file = _read(path)
     try:
-        tree = OmegaConf.to_container(_merged(OmegaConf.load(path), given), resolve=True)
-    except ConfigError:
-        raise
+        tree = OmegaConf.to_container(OmegaConf.create(_layered(file, given, whole)), resolve=True)
+    except (OmegaConfBaseException, ValueError) as e:
+        raise ConfigError(f"{path}: {_one_line(e)}") from None
+    assert isinstance(tree, dict)  # as its layers are
+    return parse_config(tree)
+
+
+def _read(path: Path) -> Tree:
+    """What a file says, its interpolations as they stand."""
+    try:
+        tree = OmegaConf.to_container(OmegaConf.load(path))
     except (OmegaConfBaseException, ValueError, OSError) as e:
         raise ConfigError(f"{path}: {_one_line(e)}") from None
     except Exception as e:
         raise ConfigError(f"{path} is not valid YAML: {_one_line(e)}") from None
     if not isinstance(tree, dict):
         raise ConfigError(f"{path} holds no mapping at its top level: see configs/quickstart.yaml")
-    return parse_config(tree)
+    return _written_out({str(key): value for key, value in tree.items()})
 
 
-def _merged(file: Any, given: DictConfig) -> Any:
-    """The file's preset, the file, the command line's preset, the command line: of two the later wins. A preset on the
-    command line also replaces what the file says about methods, which would not fit it."""
-    if not isinstance(file, DictConfig):
-        return file
+def _layered(file: Tree, given: Tree, whole: set[Key]) -> Tree:
+    """The file's preset, the file, the command line's preset, the command line: of two the later wins.
+
+    A preset on the command line also replaces what the file says about methods, which would not fit it. `whole` are the
+    keys to which the command line gives a mapping: it replaces those below instead of adding to them. So do the masks of
+    a file with those of its preset.
+    """
+    if ALGORITHM in whole:
+        file = without(file, {ALGORITHM})
     own, asked = _preset_of(file), _preset_of(given)
-    if asked:
-        return OmegaConf.merge(_without_methods(file), preset(asked), given)
-    return OmegaConf.merge(preset(own), file, given) if own else OmegaConf.merge(file, given)
+    if asked is not None:
+        below = over(without(file, {("algorithm", key) for key in METHOD_KEYS}), preset(asked))
+    elif own is not None:
+        masks = {("algorithm", "masks")} if "masks" in algorithm_of(file) else set()
+        below = over(without(preset(own), masks), file)
+    else:
+        below = file
+    return over(without(below, whole - {ALGORITHM}), given)
 
 
-def _preset_of(layer: DictConfig) -> str | None:
-    """The preset that a layer names, in either spelling; a file's short one is written out in place."""
+def _written_out(layer: Tree) -> Tree:
+    """With `algorithm: ppo`, which is short for its preset, written out."""
     name = layer.get("algorithm")
-    if isinstance(name, str):
-        layer.algorithm = {"preset": name}
-    name = OmegaConf.select(layer, "algorithm.preset")
-    return None if name is None else str(name)
+    return layer | {"algorithm": {"preset": name}} if isinstance(name, str) else layer
 
 
-def _without_methods(file: DictConfig) -> DictConfig:
-    bare = file.copy()
-    for key in METHOD_KEYS & (bare.get("algorithm") or {}).keys():
-        del bare.algorithm[key]
-    return bare
+def _preset_of(layer: Tree) -> str | None:
+    if algorithm_of(layer).get("preset") is None:
+        return None
+    return str(OmegaConf.select(OmegaConf.create(layer), "algorithm.preset"))  # it may be an interpolation
 
 
 def preset(name: str) -> dict[str, Any]:
@@ -93,21 +109,38 @@ def preset_names() -> list[str]:
     return sorted(path.stem for path in PRESETS.glob("*.yaml"))
 
 
-def _parse_overrides(overrides: list[str] | tuple[str, ...]) -> DictConfig:
-    given = OmegaConf.create({})
+def _parse_overrides(overrides: list[str] | tuple[str, ...]) -> tuple[Tree, set[Key]]:
+    """What they say together, of two the later wins, and the keys whose value is a mapping."""
+    given: Tree = {}
+    whole: set[Key] = set()
     for item in overrides:
         if "=" not in item:
             raise ConfigError(f"override '{item}' has no '=': write key=value, for example num_steps=10")
         if re.fullmatch(r"algorithm=\w+", item):
             item = item.replace("=", ".preset=")
         try:
-            given.merge_with_dotlist([item])
+            layer = OmegaConf.to_container(OmegaConf.from_dotlist([item]))
         except Exception as e:  # yaml's and OmegaConf's errors share no base, and some dotlists end in an IndexError
             raise ConfigError(
                 f"override '{item}' cannot be read ({_one_line(e)}): the value is YAML, so text with braces, brackets, "
                 "stars or colons wants quotes of its own, for example data.prompt='\"{expression}=\"'"
             ) from None
-    return given
+        assert isinstance(layer, dict)
+        key, value = _key_and_value(item, layer)
+        if isinstance(value, dict):
+            given, whole = without(given, {key}), whole | {key}
+        given = merged(given, layer)
+    return _written_out(given), whole
+
+
+def _key_and_value(item: str, layer: Any) -> tuple[Key, Any]:
+    """The key of an override, taken apart, and its value: what stands as deep in its tree as the key has parts."""
+    key: list[str] = []
+    for _ in re.split(r"[.\[]", item.partition("=")[0]):
+        if isinstance(layer, dict) and layer:
+            name, layer = next(iter(layer.items()))
+            key.append(name)
+    return tuple(key), layer
 
 
 def parse_config(tree: dict[Any, Any]) -> Config:
@@ -138,6 +171,10 @@ def _sentence(error: ValidationError) -> str:
         near = difflib.get_close_matches(key, config_keys(), n=1, cutoff=0.5)
         hint = f"did you mean '{near[0]}'?" if near else "see docs/config.md for the keys"
         return f"unknown config key '{key}': {hint}{more}"
+    if first["type"] == "model_type":
+        short = " or a preset, algorithm=ppo" if key == "algorithm" else ""
+        names = [name.removeprefix(f"{key}.") for name in config_keys() if name.startswith(f"{key}.")]
+        return f"'{key}' is {first['input']!r}, but it is a section: set a key of it, as in {key}.{names[0]}=VALUE{short}{more}"
     if first["type"] == "missing":
         return f"config key '{key}' is missing: set it in the file or as {key}=VALUE{more}"
     return f"config key '{key}' is {first['input']!r}: {message}{more}" if key else message + more

@@ -26,7 +26,7 @@ class NoOptions(Section):
 
 
 class GroupStd(Section):
-    ddof: Literal[0, 1] = 1
+    ddof: Annotated[int, Field(ge=0, le=1)] = 1
     """1 divides the squares by n - 1, as verl and TRL do; 0 by n."""
 
 
@@ -76,7 +76,7 @@ class Hybrid(Section):
     """Clip range when the blend begins; eps_low and eps_high of the loss are scaled by it over clip_end."""
     clip_end: Positive = 0.2
     """Clip range of pure PPO, where eps_low and eps_high are as they are set."""
-    ddof: Literal[0, 1] = 1
+    ddof: Annotated[int, Field(ge=0, le=1)] = 1
     """Of the groups' std."""
     gamma: Share = 1.0
     """Discount per sampled token."""

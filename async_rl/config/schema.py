@@ -12,15 +12,18 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, Field
 
 from async_rl.config.algorithm import AlgorithmConfig
-from async_rl.config.section import Few, Seconds, Section
+from async_rl.config.section import LARGE, MANY, Few, Path, Seconds, Section
+
+Decay = Annotated[float, Field(ge=0, lt=1)]
+Answers = Annotated[int, Field(ge=1, le=1 << 20)]  # per prompt
 
 
 class ModelConfig(Section):
-    path: str
+    path: str  # preflight refuses an empty one, as any that is neither a folder nor a hub name
     """A Hugging Face folder, or a hub name."""
     make: Literal["tiny", "smollm2"] | None = None
     """Recipe by which `train` makes the model itself when `path` is absent."""
-    max_model_len: int = Field(default=2048, ge=8)
+    max_model_len: int = Field(default=2048, ge=8, le=MANY)
     """Longest prompt + answer, in tokens, for engine and learner."""
     trust_remote_code: bool = False
     """Run Python code that ships with the model. Off: such a model is refused."""
@@ -31,12 +34,12 @@ class DataConfig(Section):
     """A reasoning-gym dataset by name."""
     options: dict[str, Any] = Field(default_factory=dict)
     """Options of that dataset, passed through."""
-    path: str | None = None
+    path: Path | None = None
     """Your own data instead of a dataset: a JSONL file with one object per line, `prompt` as text or as a list of chat
     messages, and any further fields, which the reward gets."""
-    heldout_path: str | None = None
+    heldout_path: Path | None = None
     """A second such file for evaluation, instead of a share of the first, which loses the prompts that are in both."""
-    num_items: int = Field(default=10_000, ge=1)
+    num_items: int = Field(default=10_000, ge=1, le=MANY)
     """Items drawn from the generator; questions that repeat are kept once."""
     prompt: str | None = None
     """Format string over an item's fields. A dataset has `{question}` (the default), as given, and `{expression}`, without
@@ -57,7 +60,7 @@ class RolloutConfig(Section):
     """Rollout processes that `train` starts on this host, 0 for none; more may join with `async-rl rollout`."""
     engine: Literal["vllm", "toy"] = "vllm"
     """The inference engine; `toy` is scripted, for tests and simulations."""
-    max_new_tokens: int = Field(default=256, ge=1)
+    max_new_tokens: int = Field(default=256, ge=1, le=MANY)
     """Longest answer, in tokens."""
     temperature: float = Field(default=1.0, gt=0)
     """Sampling temperature; the learner divides its logits by the same."""
@@ -67,7 +70,7 @@ class RolloutConfig(Section):
     """Groups in flight per rollout."""
     max_num_seqs: Few = 64
     """Answers the engine decodes at once."""
-    kv_cache_bytes: int = Field(default=64 << 20, ge=1 << 20)
+    kv_cache_bytes: int = Field(default=64 << 20, ge=1 << 20, le=LARGE)
     """KV cache of the engine, in bytes. Always explicit: vLLM's own default takes nearly all memory on a CPU."""
     threads: Few = 1
     """CPU threads of the engine."""
@@ -88,15 +91,15 @@ class RolloutConfig(Section):
 class LearnerConfig(Section):
     ranks: Few = 1
     """Learner processes under torchrun on this host."""
-    replicas: int = Field(default=1, ge=1)
+    replicas: Few = 1
     """Copies of the policy that the ranks hold between them, each sharded over ranks / replicas (HSDP when more than 1)."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where the learner computes."""
     threads: Few = 1
     """CPU threads of each rank."""
-    microbatch_tokens: int = Field(default=8192, ge=1)
+    microbatch_tokens: int = Field(default=8192, ge=1, le=MANY)
     """Most tokens, padding included, in one forward pass of one rank."""
-    logprob_chunk_tokens: int = Field(default=1024, ge=1)
+    logprob_chunk_tokens: int = Field(default=1024, ge=1, le=MANY)
     """Tokens whose vocabulary-wide logits exist at once."""
     lr: float = Field(default=1e-6, gt=0)
     """Peak learning rate."""
@@ -106,7 +109,7 @@ class LearnerConfig(Section):
     """Share of the steps at the end held at the minimum."""
     min_lr_ratio: float = Field(default=0.1, ge=0, le=1)
     """Minimum learning rate over the peak, reached by a cosine."""
-    betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.9, 0.99)
+    betas: tuple[Decay, Decay] = Field(default=(0.9, 0.99), strict=False)
     """AdamW's moment decays."""
     weight_decay: float = Field(default=0.0, ge=0)
     """AdamW's decoupled weight decay."""
@@ -114,7 +117,7 @@ class LearnerConfig(Section):
     """Global gradient norm is clipped to this."""
     lr_by_ess: bool = False
     """Multiply the rate by the square root of the share of answers that the importance weights leave effective (VCPO)."""
-    max_skipped_steps: int = Field(default=5, ge=1)
+    max_skipped_steps: int = Field(default=5, ge=1, le=MANY)
     """Steps in a row that change nothing (non-finite, or no trainable token) before the run stops."""
     step_timeout_s: Seconds = 1800.0
     """Longest any collective of the learner group may take."""
@@ -133,9 +136,9 @@ class TransportConfig(Section):
     """Silence after which a rollout is expelled."""
     connect_timeout_s: Seconds = 120.0
     """A rollout that hears nothing from a learner for this long exits."""
-    max_message_bytes: int = Field(default=64 << 20, ge=1 << 16)
+    max_message_bytes: int = Field(default=64 << 20, ge=1 << 16, le=LARGE)
     """Largest group on the wire; a larger one is refused and counted."""
-    max_buffered_bytes: int = Field(default=1 << 30, ge=1 << 20)
+    max_buffered_bytes: int = Field(default=1 << 30, ge=1 << 20, le=LARGE)
     """Budget of groups granted and not yet trained; bounds the learner's memory."""
 
 
@@ -151,20 +154,20 @@ class WeightsConfig(Section):
 
 
 class CheckpointConfig(Section):
-    every: int = Field(default=20, ge=0)
+    every: int = Field(default=20, ge=0, le=MANY)
     """Steps between checkpoints; 0 saves only at the end."""
-    keep: int = Field(default=2, ge=1)
+    keep: int = Field(default=2, ge=1, le=MANY)
     """Complete checkpoints kept."""
     keep_best: bool = False
     """Save at every evaluation, too, and keep the checkpoint with the best held-out score beside the newest."""
     resume: bool = True
     """Continue from the newest complete checkpoint in `run_dir`, if there is one; false begins anew, old rows moved aside."""
-    max_failed_saves: int = Field(default=3, ge=1)
+    max_failed_saves: int = Field(default=3, ge=1, le=MANY)
     """Saves in a row that may fail (disk full) before the run stops; the same for rows of metrics."""
 
 
 class EvalConfig(Section):
-    every: int = Field(default=20, ge=0)
+    every: int = Field(default=20, ge=0, le=MANY)
     """Steps between evaluations; 0 evaluates before the first and after the last step only."""
     draws: int = Field(default=512, ge=0, lt=1 << 20)  # of an evaluation's group ids, 20 bits are the draw
     """Held-out prompts per evaluation, drawn with replacement, answered greedily; 0 turns evaluation off."""
@@ -184,22 +187,22 @@ class ObserveConfig(Section):
 class Config(Section):
     seed: int = Field(default=0, ge=0, lt=2**31)
     """Seed of data order, sampling and model recipes."""
-    run_dir: str | None = None
+    run_dir: Path | None = None
     """Where logs, metrics, checkpoints and the report go; by default a new folder `runs/<config>/<time>`."""
-    num_steps: int = Field(ge=1)
+    num_steps: int = Field(ge=1, le=MANY)
     """Learner steps, each of which makes one policy version."""
-    max_staleness: int = Field(default=2, ge=0)
+    max_staleness: int = Field(default=2, ge=0, le=MANY)
     """Largest lag, in versions, between the policy that samples a token and the learner that trains on it."""
     on_stale: Literal["wait", "cancel", "train"] = "wait"
     """When old groups are late: wait for them, cancel and sample anew, or train on them beyond the bound."""
-    groups_per_step: int = Field(ge=1)
+    groups_per_step: int = Field(ge=1, le=1 << 20)
     """Prompts per learner step."""
-    group_size: int = Field(ge=1)
+    group_size: Answers
     """Answers per prompt."""
-    group_size_end: int | None = Field(default=None, ge=2)
+    group_size_end: Answers | None = None
     """Move to this group size by doubling or halving, each size for as many steps, and prompts per step the other way, so that
     a step keeps its number of answers."""
-    adaptive_group_sizes: tuple[int, int] | None = None
+    adaptive_group_sizes: tuple[Answers, Answers] | None = Field(default=None, strict=False)
     """Smallest and largest group, instead of `group_size` for all: prompts whose groups carried a signal less often get more of
     the same number of answers."""
     i_know: bool = False
