@@ -180,7 +180,7 @@ def _eval(arguments: argparse.Namespace) -> int:
     preflight.check_model(config)
     preflight.check_reward(config.data.reward)
     preflight.check_data(config.data)
-    preflight.check_split(config)
+    preflight.check_tasks(config)
     os.environ.update(dict.fromkeys(THREAD_VARIABLES, str(config.rollout.threads)), TOKENIZERS_PARALLELISM="false")
     for variable, level in QUIET.items():
         os.environ.setdefault(variable, level)

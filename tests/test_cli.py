@@ -107,6 +107,15 @@ def test_a_reward_in_the_working_directory_is_found_by_the_console_script(tmp_pa
     assert done.returncode == 0 and "scored by my_reward:score" in done.stdout, done.stderr
 
 
+def test_what_the_data_and_the_reward_lack_for_each_other_is_one_sentence(tmp_path):
+    data = tmp_path / "d.jsonl"
+    data.write_text('{"prompt": "1+1=", "answer": 2, "units": "m"}\n')
+    own = (QUICKSTART, f"data.path={data}", "data.prompt=null")
+    assert "but no prompt is held out of 1 (" in refused("check", *own)
+    assert "no training prompt is left" in refused("check", *own, f"data.heldout_path={data}")
+    assert "does not take the field `units`" in refused("check", *own, "data.reward=colorsys:rgb_to_hsv")
+
+
 def test_a_folder_that_is_no_run_is_one_sentence(tmp_path):
     for command in (["learner"], ["rollout", "--name", "rollout-0"]):
         assert "holds no config.yaml" in refused(command[0], str(tmp_path), *command[1:])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import socket
 import time
@@ -11,10 +12,11 @@ from typing import Any
 import pytest
 
 from async_rl.config import ConfigError, DataConfig, parse_config
+from async_rl.envs.rewards import RewardError, check_loadable
 from async_rl.launcher import preflight
 from async_rl.launcher.hub import why_no_hub
 from async_rl.launcher.plan import Machine, make_plan
-from async_rl.launcher.rewards import check_reward
+from async_rl.launcher.rewards import check_fit, check_reward
 
 
 @pytest.mark.parametrize(
@@ -67,6 +69,47 @@ def test_whatever_may_be_a_function_is_let_through(tmp_path: Path, monkeypatch: 
     (tmp_path / "mine2.py").write_text(source)
     monkeypatch.syspath_prepend(tmp_path)
     check_reward("mine2:f")
+
+
+MISFITS = [
+    ("def {f}(prompt, answer): ...", r"does not take the field `target` \(the gold answer\) of d\.jsonl:1"),
+    ("def {f}(prompt, answer, target): ...", r"does not take the field `units` of d\.jsonl:1: add that .* or \*\*fields"),
+    ("def {f}(prompt, answer, *, level, **fields): ...", "missing a required .*'level'"),
+    ("def {f}(units, answer, **fields): ...", "multiple values for argument 'units'"),
+    ("def {f}(prompt, **fields): ...", "too many positional"),
+    ("async def {f}(p, a, target, units, /, b=1): ...", "does not take the field `target`"),
+]
+FITS = [
+    "def {f}(prompt, answer, target, units=3, *more, level=2): ...",
+    "async def {f}(*args, **fields): ...",
+    "def {f}(p, a, /, *, units, **rest): ...",
+]
+
+
+@pytest.mark.parametrize(("source", "words"), [*MISFITS, *((source, "") for source in FITS)])
+def test_a_reward_that_cannot_take_the_fields_is_refused_by_its_source_and_when_it_is_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str, words: str
+) -> None:
+    name = f"fit{hashlib.md5(source.encode()).hexdigest()}"
+    (tmp_path / f"{name}.py").write_text(source.format(f="f") + "\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{Path(__file__).parents[1]}")
+    examples = [("d.jsonl:1", ["target", "units"])]
+    if not words:
+        check_fit(f"{name}:f", examples)
+        check_loadable(f"{name}:f", examples)
+        return
+    with pytest.raises(ConfigError, match=words):
+        check_fit(f"{name}:f", examples)
+    with pytest.raises(RewardError, match=words):
+        check_loadable(f"{name}:f", examples)
+
+
+def test_what_a_decorator_or_a_second_definition_makes_of_a_reward_is_not_guessed(tmp_path: Path, monkeypatch) -> None:
+    (tmp_path / "mine3.py").write_text("import functools\n@functools.cache\ndef f(): ...\ndef g(): ...\ng = f\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    check_fit("mine3:f", [("d.jsonl:1", ["units"])])
+    check_fit("mine3:g", [("d.jsonl:1", ["units"])])
 
 
 @pytest.mark.parametrize("line", ["{", '["a"]', '{"promt": "x"}', '{"prompt": 3}', '{"prompt": ""}'])

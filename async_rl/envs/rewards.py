@@ -12,6 +12,7 @@ import asyncio
 import contextlib
 import importlib
 import inspect
+import json
 import math
 import multiprocessing
 import numbers
@@ -24,7 +25,7 @@ import sysconfig
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError
 from pathlib import Path
 from types import TracebackType
@@ -33,6 +34,7 @@ from typing import Any, NamedTuple
 from pebble import ProcessExpired, ProcessPool
 
 from async_rl.envs.base import Scored
+from async_rl.envs.fitting import Example, misfit
 from async_rl.observability.log import get_logger
 from async_rl.types import MAX_REWARD, MAX_SCORE_NAME_BYTES, MAX_SCORES, Prompt
 
@@ -40,6 +42,7 @@ log = get_logger(__name__)
 START_TIMEOUT_S = 60.0
 GRACE_S = 30.0
 ORPHAN_CHECK_S = 1.0
+MAX_WORDS = 400  # characters of what a process that could not load said last
 SCORE_KEYS = ("score", "reward")
 MAX_TOLD = 16  # kinds of exceptions whose traceback goes to the log
 LIBRARIES = tuple(sysconfig.get_paths()[name] + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib"))
@@ -69,10 +72,12 @@ def graded_integer(prompt: str, answer: str, *, target: str | int, **_: Any) -> 
     return {"score": 0.0 if off is None else 1.0 if off == 0 else 0.2 / off, "exact": float(off == 0)}
 
 
-def check_loadable(reward: str) -> None:
-    """Load the function once, in a process of its own that then ends: what is wrong with it is to be known before an engine
-    starts, and threads of a reward's libraries must not be there when an engine forks. Raises RewardError."""
-    argv = [sys.executable, "-c", "import sys; from async_rl.envs.rewards import load; load(sys.argv[1])", reward]
+def check_loadable(reward: str, examples: Sequence[Example] = ()) -> None:
+    """Load the function once, in a process of its own that then ends, and see whether it takes the fields of the examples: what
+    is wrong with it is to be known before an engine starts, and threads of a reward's libraries must not be there when an
+    engine forks. Raises RewardError."""
+    program = "import sys; from async_rl.envs.rewards import load_fitting; load_fitting(*sys.argv[1:])"
+    argv = [sys.executable, "-c", program, reward, json.dumps(examples)]
     try:
         done = subprocess.run(argv, capture_output=True, text=True, timeout=START_TIMEOUT_S, stdin=subprocess.DEVNULL)
     except subprocess.TimeoutExpired:
@@ -80,7 +85,17 @@ def check_loadable(reward: str) -> None:
     if done.returncode:
         words = (done.stderr.strip() or "it ended the process without a word").splitlines()[-1]
         hint = f"; {WHERE}" if words.startswith("ModuleNotFoundError") else ""
-        raise RewardError(_unusable(reward, f"{words[:200]}{hint}"))
+        raise RewardError(_unusable(reward, f"{words[:MAX_WORDS]}{hint}"))
+
+
+def load_fitting(reward: str, examples: str) -> None:
+    """The whole of that process; a function that does not fit ends it with a sentence."""
+    try:
+        signature = inspect.signature(load(reward))
+    except ValueError:  # of a function in C, which does not tell
+        return
+    if problem := misfit(signature, json.loads(examples)):
+        sys.exit(problem)
 
 
 def _unusable(reward: str, why: str) -> str:

@@ -73,6 +73,15 @@ def _split(config: Config, reader: _Reader) -> Iterator[tuple[str, Prompt]]:
         yield "heldout" if is_heldout(key, fraction) else "train", prompt
 
 
+def examples(data: DataConfig) -> list[tuple[str, list[str]]]:
+    """(where, names of the fields that its reward gets) of the first item of each source. Raises TaskError."""
+    if data.path is None:
+        return [(f"data.dataset {data.dataset}", list(reasoning_gym.EXAMPLE.fields))]
+    paths = {"data.path": data.path, "data.heldout_path": data.heldout_path}
+    firsts = [next(jsonl.load_items(path, key)) for key, path in paths.items() if path is not None]
+    return [(item.where, list(item.fields)) for item in firsts]
+
+
 def check_sides(config: Config) -> None:
     """Whether both sides of the split of a user's own file get a prompt, as far as that can be told within CHECK_S and without
     a tokenizer, to which no prompt is too long. Raises TaskError as `build_prompts` would."""

@@ -12,14 +12,14 @@ from pathlib import Path
 
 from async_rl.config import Config, ConfigError, DataConfig
 from async_rl.envs.base import TaskError
-from async_rl.envs.tasks import check_items, check_sides
+from async_rl.envs.tasks import check_items, check_sides, examples
 from async_rl.launcher import memory
 from async_rl.launcher.datasets import check_dataset
 from async_rl.launcher.folder import check_folder
 from async_rl.launcher.hub import why_no_hub
 from async_rl.launcher.machine import memory_limits, model_size
 from async_rl.launcher.plan import Machine, Plan
-from async_rl.launcher.rewards import check_reward
+from async_rl.launcher.rewards import check_fit, check_reward
 
 HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 NUM_PORTS = 2  # control, data
@@ -31,7 +31,7 @@ def inspect(config: Config, plan: Plan, machine: Machine, run_dir: Path) -> None
     check_critic(config)
     check_reward(config.data.reward)
     check_data(config.data)
-    check_split(config)
+    check_tasks(config)
     check_devices(config, plan, machine)
     check_memory(config, plan, machine)
     check_ports(config)
@@ -80,9 +80,10 @@ def check_data(data: DataConfig) -> None:
         check_dataset(data)
 
 
-def check_split(config: Config) -> None:
-    """Whether there is a prompt to train on and one to evaluate."""
+def check_tasks(config: Config) -> None:
+    """Whether there is a prompt to train on and one to evaluate, and whether the reward takes what they bring."""
     try:
+        check_fit(config.data.reward, examples(config.data))
         check_sides(config)
     except TaskError as e:
         raise ConfigError(str(e)) from None

@@ -1,6 +1,6 @@
 """The reward function, judged by its module's source: importing it may take long, and `check` must answer at once.
 
-Imports config only. Invariant: what cannot be seen in the source is not refused here; the rollout, which loads the function
+Imports config and envs. Invariant: what cannot be seen in the source is not refused here; the rollout, which loads the function
 before its engine, has the last word.
 """
 
@@ -9,10 +9,12 @@ from __future__ import annotations
 import ast
 import difflib
 import importlib.util
-from collections.abc import Iterator
+import inspect
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from async_rl.config import ConfigError
+from async_rl.envs.fitting import Example, misfit
 
 LITERALS = (ast.Constant, ast.List, ast.Tuple, ast.Dict, ast.Set, ast.JoinedStr)
 
@@ -33,6 +35,33 @@ def check_reward(reward: str) -> None:
         raise ConfigError(f"data.reward is '{reward}', but Python finds no module {module}: {hint}")
     if origin.endswith(".py"):
         _check_source(reward, Path(origin), function)
+
+
+def check_fit(reward: str, examples: Iterable[Example]) -> None:
+    """Raises ConfigError for a plain `def` whose parameters cannot take the fields of these examples."""
+    module, _, function = reward.partition(":")
+    origin = _origin(module) or ""
+    if not origin.endswith(".py"):
+        return
+    bound = list(_bound(ast.parse(Path(origin).read_bytes())))
+    found = [node for name, node in bound if name in (function, "*")]
+    if len(found) != 1 or not isinstance(found[0], ast.FunctionDef | ast.AsyncFunctionDef) or found[0].decorator_list:
+        return
+    if problem := misfit(_signature(found[0].args), examples):
+        raise ConfigError(f"data.reward is '{reward}', which cannot be used: {problem}")
+
+
+def _signature(args: ast.arguments) -> inspect.Signature:
+    """What inspect would say of the function."""
+    given, empty = inspect.Parameter, inspect.Parameter.empty
+    plain = [(a, given.POSITIONAL_ONLY) for a in args.posonlyargs] + [(a, given.POSITIONAL_OR_KEYWORD) for a in args.args]
+    required = len(plain) - len(args.defaults)
+    parameters = [given(a.arg, kind, default=empty if n < required else None) for n, (a, kind) in enumerate(plain)]
+    parameters += [given(args.vararg.arg, given.VAR_POSITIONAL)] if args.vararg else []
+    for a, default in zip(args.kwonlyargs, args.kw_defaults, strict=True):
+        parameters.append(given(a.arg, given.KEYWORD_ONLY, default=empty if default is None else None))
+    parameters += [given(args.kwarg.arg, given.VAR_KEYWORD)] if args.kwarg else []
+    return inspect.Signature(parameters)
 
 
 def _origin(module: str) -> str | None:

@@ -24,6 +24,7 @@ from async_rl.config import Config, ConfigError, load_config
 from async_rl.envs.base import TaskError
 from async_rl.envs.rewards import RewardError, RewardPool, check_loadable
 from async_rl.envs.single_turn import SingleTurn
+from async_rl.envs.tasks import examples
 from async_rl.envs.text import decoder, load_tokenizer, tokenizer_digest
 from async_rl.observability.log import get_logger, setup_logging
 from async_rl.observability.process import die_with_parent
@@ -76,7 +77,7 @@ def _run(run_dir: Path, name: str) -> Outcome:
     for variable in FOREIGN:
         os.environ.pop(variable, None)
     torch.set_num_threads(config.rollout.threads)
-    check_loadable(config.data.reward)
+    check_loadable(config.data.reward, _examples(config))
     log.info("starting the %s engine, then joining the run in %s", config.rollout.engine, run_dir)
     engine = _engine(config)
     rollout = config.rollout
@@ -92,6 +93,14 @@ def _run(run_dir: Path, name: str) -> Outcome:
         pid=os.getpid(),
     )
     return asyncio.run(_serve(config, sampler, hello, run_dir, pool))
+
+
+def _examples(config: Config) -> list[tuple[str, list[str]]]:
+    """None where the data is not: prompts come from the learner, maybe of another host."""
+    try:
+        return examples(config.data)
+    except TaskError:
+        return []
 
 
 def _run_id(path: Path) -> str:

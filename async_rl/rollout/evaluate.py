@@ -31,7 +31,7 @@ from async_rl.data.evaluation import Evaluation
 from async_rl.envs.base import Decode, Score, TaskError
 from async_rl.envs.rewards import RewardError, RewardPool, check_loadable
 from async_rl.envs.single_turn import SingleTurn
-from async_rl.envs.tasks import build_prompts
+from async_rl.envs.tasks import build_prompts, examples
 from async_rl.envs.text import decoder, load_tokenizer
 from async_rl.observability.log import setup_logging
 from async_rl.rollout.engine import EngineDead
@@ -116,7 +116,7 @@ def main(engine: str, config_path: str, overrides: list[str]) -> int:
         setup_logging("eval", None, "warning")
         torch.set_num_threads(config.rollout.threads)
         started = time.monotonic()
-        check_loadable(config.data.reward)
+        check_loadable(config.data.reward, examples(config.data))
         tokenizer = load_tokenizer(config.model)
         heldout = build_prompts(config, tokenizer).heldout
         evaluator = asyncio.run(until_stopped(_evaluate(config, heldout, decoder(tokenizer), _engine(config, engine))))

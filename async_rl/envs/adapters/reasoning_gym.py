@@ -54,8 +54,8 @@ def _item(data: DataConfig, question: str, answer: Any) -> Item:
     )
 
 
-EXAMPLE = Item(shown={"question": "What is 1 + 2?", "expression": "1+2"}, fields={})
-"""What every item has to show, whatever the dataset."""
+EXAMPLE = Item(shown={"question": "What is 1 + 2?", "expression": "1+2"}, fields={"target": "", "question": ""})
+"""What every item has to show and gives the reward, whatever the dataset."""
 
 
 def _dataset(data: DataConfig, seed: int) -> Any:
