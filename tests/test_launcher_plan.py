@@ -183,8 +183,8 @@ def test_going_on_in_a_folder_says_what_has_changed_and_a_finished_run_keeps_its
 
 def test_the_data_files_of_a_run_are_named_from_the_root(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    for name in ("sums.jsonl", "other.jsonl"):
-        (tmp_path / name).write_text('{"prompt": "1+2="}')
+    (tmp_path / "sums.jsonl").write_text('{"prompt": "1+2=", "answer": 3}')
+    (tmp_path / "other.jsonl").write_text('{"prompt": "1+3=", "answer": 4}')
     made = prepare(str(QUICKSTART), ["data.path=sums.jsonl", "data.heldout_path=other.jsonl", "data.prompt=null"]).config
     assert (made.data.path, made.data.heldout_path) == (str(tmp_path / "sums.jsonl"), str(tmp_path / "other.jsonl"))
 

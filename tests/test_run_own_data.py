@@ -52,7 +52,7 @@ def test_a_reward_that_raises_at_every_third_answer_costs_those_answers_and_is_c
         assert (len(answers), len(unscored)) == (30, row["eval/unscored"])
         assert unscored and all("raised ValueError: call" in a["error"] and "easy" in a["error"] for a in unscored)
         assert all(a["scores"] == {"length": len(a["answer"])} and a["num_tokens"] == 8 for a in answers if not a["error"])
-    (tmp_path / "sums.jsonl").write_text('{"prompt": "1+2=", "answer": 3}\n{"prompt": "2+2=", "answer": 4}\n')  # held out, and not
+    (tmp_path / "sums.jsonl").write_text('{"prompt": "1+2=", "answer": 3}\n{"prompt": "2+2=", "answer": 4}\n')  # out, in
     with train(tmp_path, *toy, *small, *own, "num_steps=8", cwd=tmp_path) as again:
         assert again.popen.wait(100) == 2
     assert json.loads((again.run_dir / "result.json").read_text())["steps"] == 6, "a refused run leaves the folder as it was"
