@@ -190,8 +190,7 @@ class Ledger:
         return leased
 
     def may_filter(self) -> bool:
-        """False once as many groups were filtered since the last batch as one step may replace (max_refill * G): stop
-        filtering until the next `take`, and train on what there is."""
+        """False once max_refill * G groups were filtered since the last batch: train on what there is until the next."""
         return self._num_filtered < self.rules.max_refill * self.rules.groups_per_step(self.version)
 
     def expire(self, now: float) -> list[Record]:
