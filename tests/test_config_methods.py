@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,7 +17,12 @@ ROOT = Path(__file__).parent.parent
 QUICKSTART = ROOT / "configs" / "quickstart.yaml"
 SMALL = {"num_steps": 8, "groups_per_step": 4, "group_size": 4, "model": {"path": "somewhere"}}
 KIMI = ("algorithm.correction=none", "algorithm.advantage=dr_grpo")
+HYBRID = {"advantage": "hybrid"}
 BY_TOKEN = {"gae", "vtrace", "hybrid", "reinforce_pp"}  # they are made by the learner's estimator, of several functions
+
+
+def hybrid(**options: Any) -> dict[str, Any]:
+    return {**HYBRID, "advantage_options": options}
 
 
 def choices(section, key: str) -> set[str]:
@@ -187,6 +193,58 @@ def test_the_keys_of_methods_are_keys():
         ({"group_size_end": 32}, ["group_size_end is 32", "16 answers"]),
         ({"adaptive_group_sizes": [5, 8]}, ["adaptive_group_sizes", "group_size=4"]),
         ({"adaptive_group_sizes": [2, 8], "group_size_end": 8}, ["adaptive_group_sizes", "group_size_end"]),
+        ({"group_size": 1, "group_size_end": 4, "algorithm": {"advantage": "gae"}}, ["group_size is 1", "2 or more"]),
+        ({"group_size": 4, "group_size_end": 1, "algorithm": {"advantage": "gae"}}, ["group_size_end is 1", "2 or more"]),
+        ({"group_size_end": 1}, ["group_size_end is 1", "compares siblings"]),
+        ({"adaptive_group_sizes": [1, 16]}, ["smallest of adaptive_group_sizes is 1", "compares siblings"]),
+        ({"adaptive_group_sizes": [-1, 16]}, ["adaptive_group_sizes.0", "is -1"]),
+        ({"algorithm": HYBRID | {"zero_variance": "refill"}}, ["zero_variance is refill", "hybrid"]),
+        ({"algorithm": HYBRID | {"zero_variance": "mask"}}, ["zero_variance is mask", "hybrid"]),
+        (
+            {"num_steps": 3, "algorithm": hybrid(critic_start=0.9, grpo_end=0.95, ppo_start=1.0)},
+            ["critic_start is 0.9", "num_steps=3"],
+        ),
+        ({"algorithm": hybrid(clip_start=1.0)}, ["clip_start is 1.0", "eps_low"]),
+        ({"algorithm": hybrid(clip_end=0.05)}, ["clip_end=0.05", "eps_low"]),
+        ({"algorithm": hybrid(clip_start=1e9) | {"loss": "gspo"}}, ["clip_start is 1000000000.0", "ten times"]),
+        ({"algorithm": hybrid(clip_start=1e-9)}, ["clip_start is 1e-09", "a tenth"]),
+        ({"algorithm": hybrid(clip_start=0.25) | {"loss": "cispo"}}, ["clip_start is 0.25", "no effect", "loss=cispo"]),
+        (
+            {"algorithm": hybrid(clip_end=0.25) | {"loss": "sapo", "correction": "none"}},
+            ["clip_end is 0.25", "no effect", "loss=sapo"],
+        ),
+        (
+            {"algorithm": hybrid(critic_start=0.25, grpo_end=0.5) | {"critic": {"warmup_steps": 2}}},
+            ["warmup_steps is 2", "step 2"],
+        ),
+        ({"algorithm": hybrid(lam_policy=0.9, alpha=0.1)}, ["advantage_options.alpha is 0.1", "lam_policy=0.9"]),
+        (
+            {"algorithm": {"advantage": "gae", "advantage_options": {"lam_policy": 1.0, "alpha": 0.1}}},
+            ["advantage_options.alpha is 0.1", "lam_policy=1.0"],
+        ),
+        ({"algorithm": {"max_refill": 2}}, ["max_refill is 2", "zero_variance=keep"]),
+        ({"algorithm": {"max_refill": 2, "zero_variance": "mask"}}, ["max_refill is 2", "zero_variance=mask"]),
+        ({"algorithm": {"kl": {"into": "attached_k3"}}}, ["kl.into is attached_k3", "beta"]),
+        ({"algorithm": {"kl": {"cap": 3.0}}}, ["kl.cap is 3.0", "beta"]),
+        ({"algorithm": {"kl": {"beta": 0.1, "into": "attached_k3", "cap": 3.0}}}, ["kl.cap is 3.0", "attached_k3"]),
+        (
+            {"algorithm": {"advantage": "gae", "kl": {"beta": 0.1, "into": "reward", "cap": 3.0}}},
+            ["kl.cap is 3.0", "into=reward"],
+        ),
+        ({"algorithm": {"kl": {"beta": 0.1, "horizon": 99}}}, ["kl.horizon is 99", "target"]),
+        ({"algorithm": {"kl": {"gate_action": "halve_lr"}}}, ["kl.gate_action is halve_lr", "kl.gate is not set"]),
+        ({"algorithm": {"kl": {"gate_patience": 9}}}, ["kl.gate_patience is 9", "kl.gate is not set"]),
+        ({"algorithm": {"kl": {"gate_resume_ratio": 0.9}}}, ["kl.gate_resume_ratio is 0.9", "kl.gate is not set"]),
+        ({"algorithm": {"kl": {"gate_timeout_s": 9.0}}}, ["kl.gate_timeout_s is 9.0", "kl.gate is not set"]),
+        (
+            {"algorithm": {"kl": {"gate": 1.0, "gate_action": "halve_lr", "gate_timeout_s": 9.0}}},
+            ["kl.gate_timeout_s is 9.0", "waits for nobody"],
+        ),
+        ({"algorithm": {"kl": {"beta": 0.1, "target": 1.0, "horizon": 3}}}, ["kl.horizon is 3", "16 answers", "use 4 or more"]),
+        (
+            {"adaptive_group_sizes": [2, 8], "algorithm": {"kl": {"beta": 0.1, "target": 1.0, "horizon": 6}}},
+            ["kl.horizon is 6", "use 7 or more"],
+        ),
     ],
 )
 def test_methods_that_cannot_be_right_are_one_sentence(changes, words):
@@ -195,6 +253,38 @@ def test_methods_that_cannot_be_right_are_one_sentence(changes, words):
     sentence = str(caught.value)
     assert all(word in sentence for word in words), sentence
     assert "\n" not in sentence and len(sentence) < 400
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "options"),
+    [
+        *[("correction", name, {"low": 9.0, "high": 10.0}) for name in ("token_clip", "token_mask", "sequence_clip")],
+        *[("correction", name, {"low": 9.0, "high": 10.0}) for name in ("sequence_mask", "geometric_clip", "geometric_mask")],
+        *[("correction", name, {"high": 1e-300}) for name in ("token_truncate", "sequence_truncate", "geometric_truncate")],
+        *[("correction", name, {"low": 0.9, "high": 0.1}) for name in ("token_clip", "token_mask", "geometric_mask")],
+        *[("masks", name, {"low": 6.0, "high": 9.0}) for name in ("icepop", "sequence_product", "sequence_geomean")],
+        *[("masks", name, {"low": 0.0, "high": 0.9}) for name in ("icepop", "sequence_product", "sequence_geomean")],
+        ("masks", "veto", {"threshold": 1.0}),
+        ("masks", "sequence_k3_mean", {"low": 1.0, "high": 0.5}),
+        ("masks", "sequence_k3_mean", {"low": 1e-3}),
+        ("loss", "cispo", {"low": 6.0, "high": 9.0}),
+        ("loss", "cispo", {"low": 0.5, "high": 0.4}),
+        ("loss", "aipo", {"delta": 0.5}),
+        ("advantage", "vtrace", {"rho_bar": 0.5, "c_bar": 0.5}),
+        ("advantage", "vtrace", {"c_bar": 0.5}),
+        ("kl", "cap", 0.5),
+    ],
+)
+def test_a_bound_that_cuts_what_the_policy_itself_sampled_is_refused(kind, name, options):
+    algorithm = {kind: {name: options}} if kind in ("masks", "kl") else {kind: name, f"{kind}_options": options}
+    with pytest.raises(ConfigError, match=rf"algorithm\.{kind}.* is .*(at (least|most) 1|less than|or equal to)"):
+        parse_config({**SMALL, "algorithm": algorithm})
+
+
+def test_a_horizon_that_is_just_long_enough_never_turns_beta_negative():
+    config = parse_config({**SMALL, "algorithm": {"kl": {"beta": 0.1, "target": 1.0, "horizon": 4}}})
+    assert kl.adaptive_beta(0.1, 0.0, target=1.0, horizon=config.algorithm.kl.horizon, num_steps=16) > 0
+    assert kl.adaptive_beta(0.1, 0.0, target=1.0, horizon=3, num_steps=16) < 0
 
 
 def test_an_unknown_preset_names_the_near_one_and_all():

@@ -6,8 +6,8 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from async_rl.config.methods import ADVANTAGES, CORRECTIONS, LOSSES, MASKS, NORMALIZERS, completed, refused, validated
-from async_rl.config.section import MANY, Path, Seconds, Section
+from async_rl.config.methods import ADVANTAGES, CORRECTIONS, LOSSES, MASKS, NORMALIZERS, completed, validated
+from async_rl.config.section import MANY, Path, Seconds, Section, refused
 
 KINDS: dict[str, tuple[str, dict[str, type[Section]]]] = {  # field -> (its default, the options of each name)
     "advantage": ("grpo", ADVANTAGES),
@@ -18,8 +18,12 @@ KINDS: dict[str, tuple[str, dict[str, type[Section]]]] = {  # field -> (its defa
 
 
 class CriticConfig(Section):
+    """Of the methods that train a critic (gae, vtrace, hybrid); with others these keys count for nothing, so that one file
+    serves both."""
+
     path: Path | None = None
-    """Model that the critic starts from, under a new output of one number; default: `model.path`."""
+    """Model that the critic starts from, under a new output of one number; default: `model.path`. These keys
+    count only with a method that trains a critic."""
     lr: float = Field(default=1e-5, gt=0)
     """Its peak learning rate, under the policy's schedule."""
     clip: float | None = Field(default=0.5, gt=0)
@@ -35,8 +39,8 @@ class KLConfig(Section):
     """Coefficient of the KL to the policy at `model.path`; above 0 the learner holds that model, too."""
     into: Literal["reward", "detached_k2", "attached_k3", "straight_through_k3"] = "detached_k2"
     """Where it goes: off the reward of each token, or into the loss, in a form whose gradient is right."""
-    cap: float = Field(default=2.0, gt=0)
-    """Upper bound of the importance ratio in the loss."""
+    cap: float = Field(default=2.0, ge=1)
+    """Upper bound of the importance ratio in the loss, where it is detached_k2 or straight_through_k3."""
     target: float | None = Field(default=None, gt=0)
     """Steer beta towards this KL, in nats per answer (arXiv:1909.08593)."""
     horizon: int = Field(default=10_000, ge=1, le=MANY)

@@ -5,6 +5,8 @@ Owns those sentences; each names key, value and fix.
 
 from __future__ import annotations
 
+import math
+
 from async_rl.config.schema import Config
 
 Rules = list[tuple[bool, str]]  # (broken, sentence)
@@ -23,13 +25,18 @@ def method_rules(c: Config) -> Rules:
 
 def _advantages(c: Config) -> Rules:
     a, vtrace = c.algorithm, c.algorithm.advantage_options
-    smallest = min(c.group_size, c.group_size_end or c.group_size, *(c.adaptive_group_sizes or (c.group_size,)))
+    smallest, size_key = min(
+        (c.group_size, "group_size"),
+        (c.group_size_end or c.group_size, "group_size_end"),
+        (min(c.adaptive_group_sizes or (c.group_size,)), "the smallest of adaptive_group_sizes"),
+        key=lambda named: named[0],
+    )
     hybrid = a.advantage == "hybrid"
     fewest = c.groups_per_step * c.group_size // max(c.group_size, c.group_size_end or 0)  # of any step
     return [
         (
             smallest < 2 and a.advantage in SIBLINGS,
-            f"group_size is {smallest}, but algorithm.advantage={a.advantage} compares siblings: use 2 or more",
+            f"{size_key} is {smallest}, but algorithm.advantage={a.advantage} compares siblings: use 2 or more",
         ),
         (
             a.advantage == "vtrace" and vtrace["weighted"] and a.loss != "ppo",
@@ -62,7 +69,7 @@ def _advantages(c: Config) -> Rules:
             f"algorithm.num_minibatches is {a.num_minibatches}, more than the {fewest} groups of a step (groups_per_step)",
         ),
         (
-            a.zero_variance != "keep" and a.advantage not in SIBLINGS,
+            a.zero_variance != "keep" and (hybrid or a.advantage not in SIBLINGS),
             f"algorithm.zero_variance is {a.zero_variance}, but to advantage={a.advantage} equal rewards are a signal, too: "
             "use keep",
         ),
@@ -77,8 +84,31 @@ def _advantages(c: Config) -> Rules:
 def _hybrid(c: Config) -> Rules:
     if c.algorithm.advantage != "hybrid":
         return []
-    o = c.algorithm.advantage_options
+    a, o = c.algorithm, c.algorithm.advantage_options
+    born = math.ceil(o["critic_start"] * c.num_steps)
+    factor = o["clip_start"] / o["clip_end"]
+    scaled = a.loss_options.get("eps_low", 0.0) * max(1.0, factor)
     return [
+        (
+            born >= c.num_steps,
+            f"algorithm.advantage_options.critic_start is {o['critic_start']}, but none of num_steps={c.num_steps} begins as "
+            "late, so no critic would be trained: lower it, or raise num_steps",
+        ),
+        (
+            0 < a.critic.warmup_steps <= born,
+            f"algorithm.critic.warmup_steps is {a.critic.warmup_steps}, but with critic_start={o['critic_start']} the critic "
+            f"is made at step {born}, after them: leave it out, or raise it above {born}",
+        ),
+        (
+            not 0.1 <= factor <= 10,
+            f"algorithm.advantage_options.clip_start is {o['clip_start']}, which scales the clip range by {factor:.3g}: use "
+            f"between a tenth and ten times clip_end={o['clip_end']}",
+        ),
+        (
+            scaled >= 1,
+            f"algorithm.advantage_options.clip_start is {o['clip_start']}, which over clip_end={o['clip_end']} scales eps_low "
+            f"to {scaled:.3g}, and from 1 on nothing is clipped below: lower it, or algorithm.loss_options.eps_low",
+        ),
         (
             o["grpo_end"] >= o["ppo_start"],
             f"algorithm.advantage_options.grpo_end is {o['grpo_end']}, not below ppo_start={o['ppo_start']}: lower it",
@@ -136,6 +166,9 @@ def _kl_in_reward(c: Config) -> bool:
 
 def _reference(c: Config) -> Rules:
     a, kl = c.algorithm, c.algorithm.kl
+    largest = max(c.adaptive_group_sizes or (c.group_size,))
+    answers = c.groups_per_step * largest + c.most_groups * a.has_greedy  # at most, of a step
+    horizon = answers // 5 + 1  # adaptive_beta clips its error at 0.2
     return [
         (
             _kl_in_reward(c) and a.advantage not in BY_TOKEN,
@@ -147,6 +180,11 @@ def _reference(c: Config) -> Rules:
             kl.target is not None and kl.beta == 0,
             f"algorithm.kl.target is {kl.target}, but beta is 0, which no factor can raise: set algorithm.kl.beta, for example "
             "to 0.001",
+        ),
+        (
+            kl.target is not None and kl.horizon < horizon,
+            f"algorithm.kl.horizon is {kl.horizon}, but up to {answers} answers of a step move beta by a fifth of their share "
+            f"of it, and it could turn 0 or negative: use {horizon} or more",
         ),
         (
             kl.gate is not None and kl.gate_action == "double_beta" and kl.beta == 0,
@@ -162,8 +200,14 @@ def _reference(c: Config) -> Rules:
 def _group_sizes(c: Config) -> Rules:
     start, end, sizes = c.group_size, c.group_size_end, c.adaptive_group_sizes
     small, large = sorted((start, end or start))
+    too_small = end is not None and small < 2
     doubled = large % small == 0 and (large // small).bit_count() == 1
     return [
+        (
+            too_small,
+            f"{'group_size' if start < 2 else 'group_size_end'} is {small}, but with group_size_end all sizes are 2 or more: "
+            "raise it",
+        ),
         (
             not doubled,
             f"group_size_end is {end}, but group_size={start} gets there by doubling or halving: use {start} times a power "

@@ -9,13 +9,28 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, ValidationError
-from pydantic_core import PydanticCustomError
+from pydantic import AfterValidator, Field, ValidationError
 
-from async_rl.config.section import Section
+from async_rl.config.section import Section, refused
 
 Share = Annotated[float, Field(ge=0, le=1)]
 Positive = Annotated[float, Field(gt=0)]
+
+
+def _at_most_1(ratio: float) -> float:
+    if ratio > 1:
+        raise refused("must be at most 1, the ratio of a token that the policy itself sampled")
+    return ratio
+
+
+def _at_least_1(ratio: float) -> float:
+    if ratio < 1:
+        raise refused("must be at least 1, the ratio of a token that the policy itself sampled")
+    return ratio
+
+
+Low = Annotated[float, Field(ge=0), AfterValidator(_at_most_1)]  # bounds of a ratio
+High = Annotated[float, AfterValidator(_at_least_1)]
 
 
 class NoOptions(Section):
@@ -53,9 +68,9 @@ class Vtrace(Section):
     """Discount per sampled token."""
     lam: Share = 1.0
     """Lambda of targets and advantages."""
-    rho_bar: Positive = 1.05
+    rho_bar: High = 1.05
     """Cap of the ratio in a TD error; at least c_bar."""
-    c_bar: Positive = 1.05
+    c_bar: High = 1.05
     """Cap of the ratio in a trace. Above 1, or the engine's rounding shortens traces."""
     max_trace: Annotated[float, Field(ge=1)] = 2.0
     """Cap of every product of ratios along a trace."""
@@ -122,14 +137,14 @@ class Gspo(Section):
 
 
 class Cispo(Section):
-    low: Annotated[float, Field(ge=0)] = 0.0
+    low: Low = 0.0
     """Lower bound of the ratio that weighs a token."""
-    high: Positive = 5.0
+    high: High = 5.0
     """Upper bound of it; a ratio, not an offset from 1."""
 
 
 class Aipo(Section):
-    delta: Positive = 2.0
+    delta: High = 2.0
     """Upper bound of the ratio to the behavior policy."""
 
 
@@ -172,35 +187,35 @@ LOSSES: dict[str, type[Section]] = {
 
 
 class Cap(Section):
-    high: Positive = 2.0
+    high: High = 2.0
     """Upper bound of the weight."""
 
 
 class ClipTo(Section):
-    low: Annotated[float, Field(ge=0)] = 0.5
+    low: Low = 0.5
     """Lower bound of the weight."""
-    high: Positive = 2.0
+    high: High = 2.0
     """Upper bound of the weight."""
 
 
 class TokenRange(Section):
-    low: Annotated[float, Field(ge=0)] = 0.5
+    low: Low = 0.5
     """Smallest ratio that is kept."""
-    high: Positive = 5.0
+    high: High = 5.0
     """Largest ratio that is kept."""
 
 
 class SequenceRange(Section):
-    low: Annotated[float, Field(ge=0)] = 0.0
+    low: Low = 0.0
     """Smallest product of ratios that is kept."""
-    high: Positive = 3.0
+    high: High = 3.0
     """Largest product of ratios that is kept."""
 
 
 class GeometricRange(Section):
-    low: Annotated[float, Field(ge=0)] = 0.99
+    low: Low = 0.99
     """Smallest mean ratio (geometric) that is kept."""
-    high: Positive = 1.01
+    high: High = 1.01
     """Largest mean ratio that is kept."""
 
 
@@ -222,13 +237,13 @@ CORRECTIONS: dict[str, type[Section]] = {
 
 
 class Veto(Section):
-    threshold: Positive = 1e-4
+    threshold: Annotated[float, Field(gt=0, lt=1)] = 1e-4
     """An answer with a ratio below this at any token is dropped."""
 
 
 class K3Range(Section):
-    low: Annotated[float, Field(ge=0)] | None = None
-    """Smallest mean k3 that is kept; null: any."""
+    low: Annotated[float, Field(ge=0, le=0)] | None = None
+    """Smallest mean k3 that is kept; null or 0: any. Above 0 it would drop the answers of the policy itself."""
     high: Positive = 0.01
     """Largest mean k3 that is kept, in nats."""
 
@@ -292,8 +307,3 @@ def validated(key: str, method: str, given: dict[str, Any], section: type[Sectio
         if first["type"] == "extra_forbidden":
             raise refused(f"{key} holds {option!r}, but {method} takes {known}") from None
         raise refused(f"{key}.{option} is {first['input']!r}: {first['msg']}") from None
-
-
-def refused(sentence: str) -> PydanticCustomError:
-    """What a validator raises to say just this."""
-    return PydanticCustomError("sentence", "{sentence}", {"sentence": sentence})

@@ -5,6 +5,7 @@ Owns those sentences; each names key, value and fix.
 
 from __future__ import annotations
 
+from async_rl.config.effect_rules import effect_rules
 from async_rl.config.method_rules import Rules, method_rules
 from async_rl.config.schema import Config
 
@@ -13,7 +14,7 @@ LOOPBACK = ("127.", "localhost", "::1")
 
 def impossible(c: Config) -> Rules:
     """Every rule with whether it is broken."""
-    return [*_sizes(c), *_learning(c), *method_rules(c), *_places(c), *_data(c)]
+    return [*_sizes(c), *_learning(c), *method_rules(c), *effect_rules(c), *_places(c), *_data(c)]
 
 
 def _sizes(c: Config) -> Rules:

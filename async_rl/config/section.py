@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field
+from pydantic_core import PydanticCustomError
 
 # Upper bounds that nobody meets: beyond them is a slip of the keyboard, and what would overflow somewhere.
 MANY = 10**9  # steps, items, answers
@@ -27,3 +28,8 @@ class Section(BaseModel):
         protected_namespaces=(),
         allow_inf_nan=False,
     )
+
+
+def refused(sentence: str) -> PydanticCustomError:
+    """What a validator raises to say just this."""
+    return PydanticCustomError("sentence", "{sentence}", {"sentence": sentence})
