@@ -222,8 +222,6 @@ def test_the_keys_of_methods_are_keys():
             {"algorithm": {"advantage": "gae", "advantage_options": {"lam_policy": 1.0, "alpha": 0.1}}},
             ["advantage_options.alpha is 0.1", "lam_policy=1.0"],
         ),
-        ({"algorithm": {"max_refill": 2}}, ["max_refill is 2", "zero_variance=keep"]),
-        ({"algorithm": {"max_refill": 2, "zero_variance": "mask"}}, ["max_refill is 2", "zero_variance=mask"]),
         ({"algorithm": {"kl": {"into": "attached_k3"}}}, ["kl.into is attached_k3", "beta"]),
         ({"algorithm": {"kl": {"cap": 3.0}}}, ["kl.cap is 3.0", "beta"]),
         ({"algorithm": {"kl": {"beta": 0.1, "into": "attached_k3", "cap": 3.0}}}, ["kl.cap is 3.0", "attached_k3"]),

@@ -52,14 +52,6 @@ def _methods(c: Config) -> Rules:
     clipped = "eps_low" in a.loss_options
     of = "algorithm.advantage_options."
     return [
-        _unused(
-            a,
-            "algorithm.",
-            "max_refill",
-            a.zero_variance == "refill",
-            f"algorithm.zero_variance={a.zero_variance} replaces no group",
-            "use zero_variance=refill",
-        ),
         _unused(options, of, "alpha", adaptive, f"lam_policy={o.get('lam_policy')} is not adaptive", "use lam_policy=adaptive"),
         *[
             _unused(options, of, key, clipped, f"algorithm.loss={a.loss} has no clip range to scale", "use decoupled_ppo")
