@@ -139,8 +139,8 @@ class AlgorithmConfig(Section):
     zero_variance: Literal["keep", "mask", "refill"] = "keep"
     """Groups whose rewards are all equal: train with advantage 0, leave out of the loss and its count, or replace."""
     max_refill: int = Field(default=4, ge=1, le=1000)
-    """With `refill`: groups replaced per step, in units of `groups_per_step`. Always: so many unscorable groups in a row end the
-    run."""
+    """With `refill`: groups replaced per step, in units of `groups_per_step`. Always: as many unscorable ones in a row end
+    the run."""
     shuffle_rewards: bool = False
     """Control experiment: permute the rewards within a batch, so that nothing can be learned from them."""
     critic: CriticConfig = CriticConfig()
