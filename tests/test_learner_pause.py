@@ -259,7 +259,7 @@ def test_an_alarm_at_the_last_step_pauses_nothing(tmp_path: Path, monkeypatch: A
 
 
 def test_without_a_reference_there_is_nothing_to_say_of_it(tmp_path: Path, monkeypatch: Any) -> None:
-    training = make_training(tmp_path, None, gate=None)
+    training = make_training(tmp_path, None, gated=False)
     training.kls = {}
     assert training.train(monkeypatch)[0] == 0
     assert not {"kl_gate/state", "kl/beta", "lr_scale"} & training.rows()[0].keys()

@@ -51,12 +51,12 @@ from .scripted_members import ListHub, Rollout
 WARM_UP = "warm-up"
 
 
-def make_config(folder: Path, **kl: Any) -> Config:
+def make_config(folder: Path, gated: bool = True, **kl: Any) -> Config:
     """Two groups a step, a checkpoint after each, of which one is kept; the gate pauses at 10 nats, twice in a row."""
     return scripted_members.make_config(
         num_steps=8,
         run_dir=str(folder),
-        algorithm={"kl": {"gate": 10.0, "gate_patience": 2, "gate_action": "halve_lr"} | kl},
+        algorithm={"kl": {"gate": 10.0, "gate_patience": 2, "gate_action": "halve_lr"} | kl if gated else {}},
         learner={"max_skipped_steps": 1},
         rollout={"timeout_s": 20.0, "start_timeout_s": 20.0},
         transport={"heartbeat_timeout_s": 20.0},
