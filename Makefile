@@ -4,7 +4,7 @@ GPU ?= 0
 ARGS ?=
 BIN := .venv/bin
 
-.PHONY: setup quickstart check test test-all docs wheel clean
+.PHONY: setup quickstart check test test-ci test-all docs wheel clean
 
 setup:  ## .venv with everything; GPU=1 for CUDA
 	@$(PYTHON) launch/install.py --gpu $(GPU)
@@ -19,6 +19,9 @@ check: setup  ## lint, format, types, floors
 	$(BIN)/lint-imports --no-logo
 
 test: check  ## checks, then unit and process tests
+	$(BIN)/pytest -m "not slow and not whole" $(ARGS)
+
+test-ci: check  ## whole runs of every method and more faults, too
 	$(BIN)/pytest -m "not slow" $(ARGS)
 
 test-all: check  ## the slow ones too

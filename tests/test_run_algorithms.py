@@ -14,7 +14,7 @@ from async_rl.rollout.toy_engine import SCRIPT_VARIABLE
 from .runs import QUICKSTART, assert_books_balance, random_model, train
 from .test_config_methods import choices
 
-pytestmark = [pytest.mark.process, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.process, pytest.mark.whole, pytest.mark.timeout(240)]
 
 # The toy draws its ids evenly, so its log-probs are far from the policy's: bounds are wide here, or nothing would be left.
 SMALL = [

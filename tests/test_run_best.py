@@ -13,7 +13,7 @@ from safetensors import safe_open
 
 from .runs import ROOT, Run, assert_books_balance, random_model, train
 
-pytestmark = [pytest.mark.process, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.process, pytest.mark.whole, pytest.mark.timeout(400)]
 TOY = (
     "rollout.engine=toy",
     "model.make=null",

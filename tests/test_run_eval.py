@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 
 from .runs import QUICKSTART, ROOT, random_model, train
 
-pytestmark = [pytest.mark.process, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.process, pytest.mark.whole, pytest.mark.timeout(900)]
 # The reward tells every answer from every other, so equal scores mean equal answers.
 TASK = ("data.num_items=2000", "data.reward=tests.reward_functions:fingerprint", "eval.draws=48")
 

@@ -143,6 +143,7 @@ def _damage(folder: Path) -> None:
         shards.write_bytes(data)
 
 
+@pytest.mark.whole
 def test_damaged_checkpoints_are_told_and_cost_no_row_of_a_run_that_went_well(tmp_path: Path, model: str) -> None:
     own = (*TOY, model, "checkpoint.every=2", "eval.every=2")
     with train(tmp_path, *own, "num_steps=4") as run:

@@ -10,7 +10,7 @@ import pytest
 
 from .runs import Run, assert_books_balance, random_model, rollout, train
 
-pytestmark = [pytest.mark.process, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.process, pytest.mark.whole, pytest.mark.timeout(600)]
 TOY = ("rollout.engine=toy", "model.make=null", "groups_per_step=4", "eval.draws=8", "eval.every=0")
 BY_HAND = (*TOY, "rollout.count=0", "observe.log_level=info")
 

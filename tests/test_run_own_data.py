@@ -9,7 +9,7 @@ import pytest
 
 from .runs import assert_books_balance, random_model, train
 
-pytestmark = [pytest.mark.process, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.process, pytest.mark.whole, pytest.mark.timeout(300)]
 
 REWARD = """
 calls = 0
