@@ -155,7 +155,8 @@ def summary(config: Config, plan: Plan, machine: Machine, run_dir: Path) -> str:
     rows = [
         ("model", f"{c.model.path}{made}"),
         ("data", f"{c.data.path or c.data.dataset}, scored by {c.data.reward}"),
-        ("learner", f"{learner}, {c.algorithm.advantage} + {c.algorithm.loss}, lr {c.learner.lr:g}"),
+        ("learner", f"{learner}, lr {c.learner.lr:g}"),
+        ("algorithm", _methods(c)),
         *(("rollout", text) for text in rollouts),
         *(("memory", text) for text in _memory(config, plan, machine)),
         ("batch", f"{_groups(c)}, {c.num_steps} steps"),
@@ -163,6 +164,18 @@ def summary(config: Config, plan: Plan, machine: Machine, run_dir: Path) -> str:
         ("run_dir", str(run_dir)),
     ]
     return "\n".join(f"  {name:<10} {text}" for name, text in rows)
+
+
+def _methods(c: Config) -> str:
+    """The mix, whatever preset it is from."""
+    a = c.algorithm
+    parts = [f"advantage {a.advantage}", f"loss {a.loss}", f"correction {a.correction}"]
+    parts += [f"masks {', '.join(a.masks)}"] * bool(a.masks)
+    parts += [f"critic lr {a.critic.lr:g}"] * a.has_critic
+    parts += [f"KL beta {a.kl.beta:g} in {a.kl.into}"] * (a.kl.beta > 0)
+    parts += [f"KL gate {a.kl.gate:g}, then {a.kl.gate_action}"] if a.kl.gate is not None else []
+    parts += [f"{a.num_epochs} x {a.num_minibatches} optimizer steps a batch"] * (a.num_epochs * a.num_minibatches > 1)
+    return f"{a.preset or 'by its keys'}: " + "; ".join(parts)
 
 
 def _groups(c: Config) -> str:
