@@ -69,12 +69,14 @@ def fingerprint(prompt: str, answer: str, **_: Any) -> float:
 
 def starts_a_program(prompt: str, answer: str, **_: Any) -> float:
     """The usual shape of a reward that runs an answer: `answer` names a file that a program keeps fresh, and what follows."""
-    path, then = answer.split()
+    path, then = answer.split(maxsplit=1)
     loop = f"import os, pathlib, time\nwhile True: pathlib.Path({path!r}).write_text(str(os.getpid())); time.sleep(0.05)"
     program = subprocess.Popen([sys.executable, "-c", loop])
     while not os.path.exists(path):
         time.sleep(0.02)
     print("noise", flush=True)
+    if then == "return deaf":
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
     if then == "wait":
         program.wait()
     if then == "die":

@@ -151,8 +151,7 @@ class RewardPool:
 
     def close(self) -> None:
         """End the workers, whatever they do; returns within a few seconds."""
-        self._pool.stop()
-        self._pool.join()
+        _discard(self._pool)
 
     def _schedule(self, text: str, answer: str, fields: dict[str, Any]) -> Any:
         args = (self._reward, text, answer, fields)
@@ -311,8 +310,14 @@ def _end_group(leader: int | None) -> None:
 
 
 def _discard(pool: ProcessPool) -> None:
+    """End a pool's scorers, and what one that had to be killed, as it did not hear SIGTERM in time, has left running."""
+    scorers = [child.pid for child in multiprocessing.active_children()]
     pool.stop()
     pool.join()
+    alive = {child.pid for child in multiprocessing.active_children()}
+    for pid in scorers:
+        if pid not in alive:
+            _end_group(pid)
 
 
 def _one_line(error: BaseException) -> str:
