@@ -57,8 +57,16 @@ def test_every_method_gives_the_gradients_and_figures_of_one_rank_also_with_a_ra
         expected, report = step_of(method_update(name, 48), batch)
         for results in (rank[case] for rank in found.ranks):
             assert distance(results["grads"], expected) < 1e-5
-            assert results["metrics"] == pytest.approx(report.metrics, rel=1e-4, abs=1e-5)
+            assert comparable(results["metrics"], case) == pytest.approx(comparable(report.metrics, case), rel=1e-4, abs=1e-6)
             assert results["metrics"] == found.ranks[0][case]["metrics"]
+
+
+def comparable(metrics: dict[str, float], case: str) -> dict[str, float]:
+    """Equal states have equal values, which explain nothing: what is left of that is how fp32 rounds in one batch or two."""
+    if not case.endswith(", few") or "value/explained_var" not in metrics:
+        return metrics
+    assert abs(metrics["value/explained_var"]) < 1e-5
+    return {name: x for name, x in metrics.items() if name != "value/explained_var"}
 
 
 def test_a_log_ratio_of_200_is_finite_and_counted_on_all_ranks(found):
