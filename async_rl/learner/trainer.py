@@ -7,6 +7,7 @@ IDLE to the other ranks, and looking whether the run can still go on. Invariant:
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
 from collections.abc import Callable
@@ -49,9 +50,11 @@ def follow(rank: Rank) -> None:
         elif code is Code.GATHER:
             rank.source.gather(argument)
         elif code is Code.SAVE:
-            rank.save(argument, None)
+            with contextlib.suppress(CheckpointError):  # rank 0 has the same one, tells it, and decides what follows
+                rank.save(argument, None)
         elif code is Code.ROLL_BACK:
-            rank.roll_back(argument)
+            with contextlib.suppress(CheckpointError):
+                rank.roll_back(argument)
         elif code is Code.END:
             return
 
@@ -181,9 +184,12 @@ class Trainer:
         self.commands.issue(Code.PROCEED)
 
     def _before_update(self) -> None:
-        """Before each optimizer step, on all ranks: nothing may still read the weights."""
+        """Before each optimizer step, on all ranks: nothing may still read the weights.
+
+        A signal is heeded after the step: the other ranks are in it, and a checkpoint of half a step would be none.
+        """
         started = time.monotonic()
-        self._wait(self.publisher.begin_update, "the weights to be sent before the next optimizer step")
+        self._wait(self.publisher.begin_update, "the weights to be sent before the next optimizer step", stoppable=False)
         self.progress.waited("publish", time.monotonic() - started)
         self.commands.issue(Code.PROCEED)
 
@@ -339,7 +345,9 @@ class Trainer:
 
     # ---- waiting
 
-    def _wait(self, ready: Callable[[], T | None], what: str, detail: Callable[[], str] | None = None) -> T:
+    def _wait(
+        self, ready: Callable[[], T | None], what: str, detail: Callable[[], str] | None = None, stoppable: bool = True
+    ) -> T:
         """The first true result of `ready`, called under the lock; meanwhile gathers are served and IDLE is said.
 
         A long wait is told on the console, too, and again whenever it has doubled.
@@ -349,7 +357,8 @@ class Trainer:
         with waiting(what, detail):
             while True:
                 with self.control.changed:
-                    self.stop.raise_if_asked()
+                    if stoppable:
+                        self.stop.raise_if_asked()
                     self.control.raise_if_hopeless(time.monotonic())
                     self._settle_evaluation()
                     result = ready()

@@ -61,6 +61,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.chaos", description="A run under faults.")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--faults", type=int, default=60)
+    parser.add_argument(
+        "--kinds", default=[], type=lambda text: text.split(","), help="only these, for example kill_rollout,garbage"
+    )
     parser.add_argument("--compare", type=int, default=160, metavar="STEPS", help="of the run without faults, 0 for none")
     parser.add_argument("--keep", type=Path, metavar="DIR", help="a new folder for the runs, to look into afterwards")
     arguments = parser.parse_args()
@@ -68,7 +71,7 @@ def main() -> int:
     folder = (arguments.keep or Path(tempfile.mkdtemp(prefix="chaos-"))).absolute()
     folder.mkdir(exist_ok=True)
     scene = Scene(folder / "chaos", [*OVERRIDES, f"seed={arguments.seed}"])
-    line = _disturbed(scene, arguments.faults, arguments.seed)
+    line = _disturbed(scene, arguments.faults, arguments.seed, arguments.kinds)
     if arguments.compare:
         line["undisturbed"] = _undisturbed(folder / "calm", arguments.seed, min(arguments.compare, scene.version))
     print(json.dumps(line), flush=True)
@@ -76,15 +79,16 @@ def main() -> int:
         subprocess.run(["umount", str(scene.run_dir / "checkpoints")])
         shutil.rmtree(folder)
     faultless = line["lost"] == line["doubled"] == line["orphans"] == line["unexplained_stalls"] == 0
-    return 0 if faultless and line["survived"] == line["faults"] == arguments.faults and line["exit_code"] == 0 else 1
+    ends = (line["stopped_with"], line["exit_code"])
+    return 0 if faultless and line["survived"] == line["faults"] == arguments.faults and ends == (143, 0) else 1
 
 
-def _disturbed(scene: Scene, num_faults: int, seed: int) -> dict[str, Any]:
+def _disturbed(scene: Scene, num_faults: int, seed: int, names: list[str]) -> dict[str, Any]:
     started, rng = time.time(), random.Random(seed)
     scene.start(NO_END)
     scene.wait("the first checkpoint with all rollouts", lambda: scene.saved() and scene.seen[-1].num_live == 3, 300.0)
     kinds: dict[str, dict[str, float]] = defaultdict(lambda: {"faults": 0, "survived": 0, "longest_stall_s": 0.0})
-    for number, fault in enumerate(schedule(num_faults, rng), 1):
+    for number, fault in enumerate(schedule(num_faults, names, rng), 1):
         kind, began = kinds[fault.__name__], time.time()
         survived = _play(scene, fault(scene, rng))
         stall = max(end - begin for begin, end in _gaps(scene, began, time.time()))
