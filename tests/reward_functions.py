@@ -75,9 +75,9 @@ def starts_a_program(prompt: str, answer: str, **_: Any) -> float:
     while not os.path.exists(path):
         time.sleep(0.02)
     print("noise", flush=True)
-    if then == "return deaf":
+    if then.endswith("deaf"):
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    if then == "wait":
+    if then.startswith("wait"):
         program.wait()
     if then == "die":
         os.kill(os.getpid(), signal.SIGKILL)
@@ -87,3 +87,16 @@ def starts_a_program(prompt: str, answer: str, **_: Any) -> float:
 def parity(prompt: str, answer: str, **_: Any) -> float:
     """1 for about half of all answers, whatever they say."""
     return float(hashlib.sha256((prompt + answer).encode()).digest()[0] % 2)
+
+
+def eats(prompt: str, answer: str, **_: Any) -> float:
+    """As much memory as the answer says, by a name: in Python's own objects, or in one array."""
+    kind, _, size = answer.partition(" ")
+    if kind == "list":
+        KEPT.extend(bytes(1 << 20) for _ in range(int(size) >> 20))
+    if kind == "array":
+        KEPT.append(np.ones(int(size), np.uint8))
+    return 1.0
+
+
+KEPT: list[Any] = []
