@@ -6,6 +6,7 @@ import asyncio
 import hashlib
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -90,12 +91,14 @@ def parity(prompt: str, answer: str, **_: Any) -> float:
 
 
 def eats(prompt: str, answer: str, **_: Any) -> float:
-    """As much memory as the answer says, by a name: in Python's own objects, or in one array."""
+    """As much memory as the answer says, in Python's own objects or in one array; or how large a core may be."""
     kind, _, size = answer.partition(" ")
     if kind == "list":
         KEPT.extend(bytes(1 << 20) for _ in range(int(size) >> 20))
     if kind == "array":
         KEPT.append(np.ones(int(size), np.uint8))
+    if kind == "core":
+        return max(resource.getrlimit(resource.RLIMIT_CORE))
     return 1.0
 
 
