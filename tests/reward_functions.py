@@ -6,6 +6,7 @@ import asyncio
 import hashlib
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -75,9 +76,9 @@ def starts_a_program(prompt: str, answer: str, **_: Any) -> float:
     while not os.path.exists(path):
         time.sleep(0.02)
     print("noise", flush=True)
-    if then == "return deaf":
+    if then.endswith("deaf"):
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    if then == "wait":
+    if then.startswith("wait"):
         program.wait()
     if then == "die":
         os.kill(os.getpid(), signal.SIGKILL)
@@ -87,3 +88,18 @@ def starts_a_program(prompt: str, answer: str, **_: Any) -> float:
 def parity(prompt: str, answer: str, **_: Any) -> float:
     """1 for about half of all answers, whatever they say."""
     return float(hashlib.sha256((prompt + answer).encode()).digest()[0] % 2)
+
+
+def eats(prompt: str, answer: str, **_: Any) -> float:
+    """As much memory as the answer says, in Python's own objects or in one array; or how large a core may be."""
+    kind, _, size = answer.partition(" ")
+    if kind == "list":
+        KEPT.extend(bytes(1 << 20) for _ in range(int(size) >> 20))
+    if kind == "array":
+        KEPT.append(np.ones(int(size), np.uint8))
+    if kind == "core":
+        return max(resource.getrlimit(resource.RLIMIT_CORE))
+    return 1.0
+
+
+KEPT: list[Any] = []

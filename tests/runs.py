@@ -73,8 +73,11 @@ class Run:
 
 
 @contextmanager
-def train(tmp_path: Path, *overrides: str, config: Path = QUICKSTART, cwd: Path = ROOT) -> Iterator[Run]:
-    """A run with `overrides`, killed with all its children at the end of the block if it still lives."""
+def train(
+    tmp_path: Path, *overrides: str, config: Path = QUICKSTART, cwd: Path = ROOT, python_path: Path | None = None
+) -> Iterator[Run]:
+    """A run with `overrides`, killed with all its children at the end of the block if it still lives. `python_path`: a folder
+    whose modules, a `sitecustomize` among them, all its processes find first."""
     run_dir, output = tmp_path / "run", tmp_path / "output.txt"
     argv = [sys.executable, "-m", "async_rl", "train", str(config), f"run_dir={run_dir}", *overrides]
     with output.open("w") as file:
@@ -85,7 +88,7 @@ def train(tmp_path: Path, *overrides: str, config: Path = QUICKSTART, cwd: Path 
             stderr=subprocess.STDOUT,
             text=True,
             start_new_session=True,
-            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (python_path, ROOT) if python_path else (ROOT,)))},
         )
     run = Run(popen, run_dir, output)
     try:

@@ -21,8 +21,8 @@ model.path model.make model.max_model_len model.trust_remote_code
 data.dataset data.options data.path data.heldout_path data.num_items data.prompt data.chat data.system data.reward
 data.heldout_fraction
 rollout.count rollout.engine rollout.max_new_tokens rollout.temperature rollout.stop rollout.num_slots rollout.max_num_seqs
-rollout.kv_cache_bytes rollout.threads rollout.reward_workers rollout.reward_timeout_s rollout.lease_timeout_s
-rollout.max_attempts rollout.start_timeout_s rollout.timeout_s
+rollout.kv_cache_bytes rollout.threads rollout.reward_workers rollout.reward_timeout_s rollout.reward_memory_bytes
+rollout.lease_timeout_s rollout.max_attempts rollout.start_timeout_s rollout.timeout_s
 learner.ranks learner.replicas learner.device learner.threads learner.microbatch_tokens learner.logprob_chunk_tokens learner.lr
 learner.warmup_fraction learner.hold_fraction learner.min_lr_ratio learner.betas learner.weight_decay
 learner.max_grad_norm learner.lr_by_ess learner.max_skipped_steps learner.step_timeout_s
@@ -38,7 +38,7 @@ transport.connect_timeout_s transport.max_message_bytes transport.max_buffered_b
 weights.backend weights.bucket_bytes weights.in_flight weights.phase_timeout_s
 checkpoint.every checkpoint.keep checkpoint.keep_best checkpoint.resume checkpoint.max_failed_saves
 eval.every eval.draws eval.timeout_s eval.target
-observe.tensorboard observe.log_level
+observe.tensorboard observe.metrics_port observe.log_level
 """.split()
 
 

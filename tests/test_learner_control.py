@@ -11,7 +11,7 @@ import torch
 
 from async_rl.data.evaluation import Evaluation
 from async_rl.learner.failure import RunFailed
-from async_rl.transport.messages import Ack, Error, Goodbye, Heartbeat, Lease
+from async_rl.transport.messages import Ack, Error, Goodbye, Heartbeat, Lease, Staged
 from async_rl.types import WeightName
 
 from .ledger_samples import make_prompt
@@ -88,6 +88,31 @@ def test_a_peer_that_never_said_hello_is_told_to() -> None:
         scene.hub.say(b"stranger", Heartbeat())
         errors = scene.until("answer", lambda: _said(rollout, Error))
         assert errors[0].code == "rejoin"
+
+
+def test_a_second_name_over_one_connection_replaces_the_first_and_is_served() -> None:
+    with Scene() as scene:
+        first = Rollout(scene, "a")
+        scene.until("leases", lambda: len(first.leases) >= 4)
+        second = Rollout(scene, "b", peer="a")
+        scene.until("its leases", lambda: len(second.leases) >= 4)
+        time.sleep(1.5)  # longer than the heartbeat timeout: the first must not take the connection with it
+        assert [m.name for m in scene.control.members] == ["b"] and not _said(second, Error)
+
+
+def test_replies_for_memberships_that_never_were_do_not_pile_up() -> None:
+    with Scene() as scene:
+        rollout = Rollout(scene, "a")
+        scene.until("leases", lambda: len(rollout.leases) >= 4)
+        for membership in range(1000, 1200):
+            rollout.say(Staged(membership=membership, version=7))
+        scene.until("all heard", lambda: ("staged", "a#1") in scene.control.replies)
+        time.sleep(0.2)
+        with scene.control.changed:
+            assert len(scene.control.replies) <= 4
+        rollout.say(Goodbye(reason="done"))
+        scene.until("it to leave", lambda: not len(scene.control.members))
+        assert not scene.control.replies
 
 
 @pytest.mark.parametrize("beats", [False, True], ids=["frozen", "with heartbeats"])

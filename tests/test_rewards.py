@@ -39,8 +39,8 @@ def prompt(**fields: Any) -> Prompt:
 
 
 @contextmanager
-def pool(function: str, num_workers: int = 1, timeout_s: float = 20.0) -> Iterator[RewardPool]:
-    scorer = RewardPool(f"{HERE}:{function}", num_workers, timeout_s)
+def pool(function: str, num_workers: int = 1, timeout_s: float = 20.0, memory_bytes: int = 8 << 30) -> Iterator[RewardPool]:
+    scorer = RewardPool(f"{HERE}:{function}", num_workers, timeout_s, memory_bytes)
     try:
         yield scorer
     finally:
@@ -278,7 +278,7 @@ def test_a_pool_whose_idle_workers_were_killed_starts_new_ones() -> None:
         assert asyncio.run(run(scorer)) == [Scored(1.0)]
 
 
-@pytest.mark.parametrize("then", ["wait", "die", "return", "return deaf"])
+@pytest.mark.parametrize("then", ["wait", "wait deaf", "die", "return", "return deaf"])
 def test_a_program_that_a_reward_has_started_ends_with_it(then: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "pid"
     with pool("starts_a_program", timeout_s=10.0 if "return" in then else 2.0) as scorer:

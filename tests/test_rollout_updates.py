@@ -6,6 +6,7 @@ import asyncio
 import time
 from pathlib import Path
 
+import pytest
 import torch
 
 from async_rl.rollout.toy_engine import Script
@@ -16,6 +17,7 @@ from async_rl.transport.messages import (
     Heartbeat,
     Hello,
 )
+from async_rl.weights.group import listen
 from async_rl.weights.source import WeightSource
 from tests.rollout_fakes import PHASE_S, stage
 
@@ -44,6 +46,21 @@ async def test_a_foreign_manifest_is_refused_before_a_byte_moves(tmp_path: Path)
         learner.send(learner.prepare_message(0, port=1))
         assert "do not fit this engine (missing: head.weight, norm.weight" in (await learner.hears(Error)).text
         assert s.worker.counts["updates_failed"] == 1
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="here the backend can be had")
+async def test_a_backend_that_this_host_cannot_have_is_told_to_the_learner_at_once(tmp_path: Path) -> None:
+    async with stage(tmp_path) as s:
+        learner = s.learner()
+        await learner.hears(Hello)
+        learner.membership = 1
+        sock, port = listen("127.0.0.1")
+        learner.send(learner.prepare_message(0, port, backend="nccl"))
+        error = await learner.hears(Error)
+        assert error.code == "weights" and "nccl" in error.text
+        assert not s.task.done(), "the rollout lives on"
+        sock.close()
+        assert (await learner.publish(0)).version == 0
 
 
 async def test_a_newer_prepare_supersedes_a_transfer_that_never_comes(tmp_path: Path) -> None:

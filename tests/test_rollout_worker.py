@@ -74,6 +74,20 @@ async def test_an_update_in_the_middle_of_an_answer_splits_its_versions_exactly(
             assert (t.versions[split:] == 1).all()
 
 
+async def test_sixteen_answers_in_flight_all_live_through_an_update(tmp_path: Path) -> None:
+    async with stage(tmp_path, Script(token_delay_s=0.005), heartbeat_timeout_s=10.0) as s:
+        learner = s.learner()
+        await learner.hears(Hello)
+        await learner.publish(0)
+        for group_id in range(4):
+            learner.lease(group_id, max_new_tokens=400, num_samples=4)
+        await learner.hears(Heartbeat, where=lambda m: m.num_running == 4 and m.generated_tokens > 16)
+        await learner.publish(1)
+        answers = [t for group in await learner.gets(4) for t in group.trajectories]
+        assert [t.finish_reason for t in answers] == ["length"] * 16
+        assert all({*t.versions.tolist()} == {0, 1} and (np.diff(t.versions) >= 0).all() for t in answers)
+
+
 async def test_a_second_update_of_the_same_membership_needs_no_address(tmp_path: Path) -> None:
     async with stage(tmp_path) as s:
         learner = s.learner()

@@ -115,6 +115,27 @@ def test_a_reward_that_always_raises_ends_the_run_with_its_error_said_once(tmp_p
     assert "Traceback" not in run.text()
 
 
+BREAKS_THE_BOOKS = """
+from async_rl.data.books import Books
+real = Books.close
+def close(self, record, reason):
+    real(self, record, reason)
+    self.tokens["trained"] += reason is None
+Books.close = close
+"""
+
+
+def test_books_that_do_not_balance_make_the_exit_code_5_of_a_run_that_went_well(tmp_path: Path, model: str) -> None:
+    (tmp_path / "sitecustomize.py").write_text(BREAKS_THE_BOOKS)
+    with train(tmp_path, *TOY, model, "num_steps=2", python_path=tmp_path) as run:
+        assert run.popen.wait(200) == 5
+    result = json.loads(run.text().splitlines()[-1])
+    assert (result["status"], result["exit_code"], result["steps"]) == ("failed", 5, 2)
+    assert not result["ledger"]["balanced"]
+    assert "the books do NOT balance: " in run.text() and "the books do not balance: {" in run.text()
+    assert "Traceback" not in run.text()
+
+
 def test_when_the_launcher_is_killed_nothing_is_left(tmp_path: Path, model: str) -> None:
     with train(tmp_path, *TOY, model, "num_steps=1000") as run:
         run.wait_until("version 1", lambda: _version(run) >= 1, 120)

@@ -78,6 +78,9 @@ class RolloutConfig(Section):
     """Processes that run the reward function."""
     reward_timeout_s: Seconds = 10.0
     """An answer not scored within this time counts as unscorable and its scorer is replaced."""
+    reward_memory_bytes: int = Field(default=8 << 30, ge=128 << 20, le=LARGE)
+    """Memory of its own that one of these processes may take, its programs each as much; an answer that needs more counts as
+    unscorable."""
     lease_timeout_s: Seconds = 300.0
     """A group not delivered within this time is leased again."""
     max_attempts: Few = 3
@@ -180,6 +183,8 @@ class EvalConfig(Section):
 class ObserveConfig(Section):
     tensorboard: bool = False
     """Write TensorBoard events beside `metrics.jsonl`."""
+    metrics_port: int | None = Field(default=None, ge=0, le=65535)
+    """Port on loopback where Prometheus finds the numbers of the newest rows and the ledger's, over HTTP. 0: any, and told."""
     log_level: Literal["debug", "info", "warning"] = "info"
     """Verbosity of the process logs."""
 

@@ -117,3 +117,19 @@ class Books:
     def _counters(self) -> dict[str, Counter[str]]:
         names = ("tokens", "dropped_tokens", "attempts", "refused", "wasted_tokens")
         return {name: getattr(self, name) for name in names}
+
+
+def in_words(books: dict[str, Any]) -> str:
+    """The balance at the end of a run, in one line."""
+    groups, tokens = books["groups"], books["tokens"]
+    parts = [
+        f"{groups['granted']} groups granted = {groups['trained']} trained + {_dropped(groups)}",
+        f"{tokens['received']} tokens received = {tokens['trained']} trained + {_dropped(tokens)}"
+        f" + {tokens['refused']} refused + {tokens['duplicate']} duplicate",
+    ]
+    return f"the books {'balance' if books['balanced'] else 'do NOT balance'}: {'; '.join(parts)}"
+
+
+def _dropped(counts: dict[str, Any]) -> str:
+    reasons = [f"{n} {reason}" for reason, n in counts["dropped"].items() if n]
+    return f"{sum(counts['dropped'].values())} dropped" + (f" ({', '.join(reasons)})" if reasons else "")

@@ -251,7 +251,7 @@ class Ledger:
 
     def books(self) -> dict[str, Any]:
         """Where every group, token and attempt is or went, and whether that adds up ("balanced")."""
-        return self._books.balance(self._shelves.records.values()) | {"outstanding": self.outstanding}
+        return self._books.balance(self._shelves.records.values())
 
     # Checkpoints
 

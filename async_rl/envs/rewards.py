@@ -1,29 +1,24 @@
 """Rewards, and the processes that compute them.
 
-Owns: loading a reward by name, the pool, what counts as a score, two built-in rewards. Imports types and envs/base.
-Invariant: no reward function, whatever it does (raise, hang, exit, return junk), stops a rollout or its event loop; it
-costs one answer, whose reward is NaN with a reason. Workers are spawned, never forked: sockets and threads exist by
-then (BR-101).
+Owns: loading a reward by name, the pool, what counts as a score, two built-in rewards. Imports types and its room.
+Invariant: no reward function, whatever it does (raise, hang, exit, eat memory, return junk), stops a rollout or its event
+loop; it costs one answer, whose reward is NaN with a reason.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import importlib
 import inspect
 import json
 import math
-import multiprocessing
 import numbers
 import os
 import re
-import signal
 import subprocess
 import sys
 import sysconfig
 import threading
-import time
 import traceback
 from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError
@@ -31,17 +26,17 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple
 
-from pebble import ProcessExpired, ProcessPool
+from pebble import ProcessExpired
 
 from async_rl.envs.base import Scored
 from async_rl.envs.fitting import Example, misfit
+from async_rl.envs.scorers import OUT_OF_MEMORY, end_if_out_of_memory, end_pool, new_pool
 from async_rl.observability.log import get_logger
 from async_rl.types import MAX_REWARD, MAX_SCORE_NAME_BYTES, MAX_SCORES, Prompt
 
 log = get_logger(__name__)
 START_TIMEOUT_S = 60.0
 GRACE_S = 30.0
-ORPHAN_CHECK_S = 1.0
 MAX_WORDS = 400  # characters of what a process that could not load said last
 SCORE_KEYS = ("score", "reward")
 MAX_TOLD = 16  # kinds of exceptions whose traceback goes to the log
@@ -105,7 +100,7 @@ def _unusable(reward: str, why: str) -> str:
 class RewardPool:
     """`num_workers` processes that score answers, each within `timeout_s`; one that overstays is replaced."""
 
-    def __init__(self, reward: str, num_workers: int, timeout_s: float) -> None:
+    def __init__(self, reward: str, num_workers: int, timeout_s: float, memory_bytes: int = 8 << 30) -> None:
         """Start the workers and load `reward` ("package.module:function") in one of them.
 
         Blocks for the start of an interpreter, at most START_TIMEOUT_S. Raises RewardError when the function cannot be loaded.
@@ -113,9 +108,10 @@ class RewardPool:
         self._reward = reward
         self._num_workers = num_workers
         self._timeout_s = timeout_s
+        self._memory_bytes = memory_bytes
         self._pending = 0
         self._told: set[str] = set()  # kinds of exceptions whose traceback is in the log
-        self._pool = self._new_pool()
+        self._pool = new_pool(num_workers, memory_bytes)
         problem = self._probe()
         if problem:
             self.close()
@@ -135,7 +131,8 @@ class RewardPool:
         except TimeoutError:
             return Scored(math.nan, f"reward {self._reward} took longer than {self._timeout_s:g} s")
         except ProcessExpired as e:
-            _end_group(e.pid)
+            if e.exitcode == OUT_OF_MEMORY:
+                return Scored(math.nan, f"reward {self._reward} was not scored: memory: {self._too_much}")
             return Scored(math.nan, f"reward {self._reward} ended its process with code {e.exitcode}")
         except asyncio.CancelledError:
             raise
@@ -151,18 +148,18 @@ class RewardPool:
 
     def close(self) -> None:
         """End the workers, whatever they do; returns within a few seconds."""
-        _discard(self._pool)
+        end_pool(self._pool)
 
     def _schedule(self, text: str, answer: str, fields: dict[str, Any]) -> Any:
         args = (self._reward, text, answer, fields)
         if not self._pool.active:  # an idle worker was killed from outside: pebble then gives up the whole pool
-            threading.Thread(target=_discard, args=(self._pool,), daemon=True).start()
-            self._pool = self._new_pool()
+            threading.Thread(target=end_pool, args=(self._pool,), daemon=True).start()
+            self._pool = new_pool(self._num_workers, self._memory_bytes)
         return self._pool.schedule(_score_in_worker, args=args, timeout=self._timeout_s)
 
-    def _new_pool(self) -> ProcessPool:
-        context: Any = multiprocessing.get_context("spawn")  # pebble's annotation names the fork context only
-        return ProcessPool(self._num_workers, initializer=_start_worker, initargs=(os.getpid(),), context=context)
+    @property
+    def _too_much(self) -> str:
+        return f"it needs more than {self._memory_bytes} bytes (rollout.reward_memory_bytes)"
 
     def _probe(self) -> str:
         try:
@@ -170,6 +167,8 @@ class RewardPool:
         except TimeoutError:
             return f"loading it took longer than {START_TIMEOUT_S:g} s"
         except (ProcessExpired, CancelledError, RuntimeError) as e:
+            if isinstance(e, ProcessExpired) and e.exitcode == OUT_OF_MEMORY:
+                return f"loading it failed: {self._too_much}"
             return f"loading it ended the process: {_one_line(e)}"
 
 
@@ -247,6 +246,7 @@ def _load_in_worker(reward: str) -> str:
     except ModuleNotFoundError as e:
         return f"{_one_line(e)}; {WHERE}"
     except BaseException as e:  # a user's module may raise anything on import, also SystemExit
+        end_if_out_of_memory(e)
         return f"{type(e).__name__}: {_one_line(e)}"
     return ""
 
@@ -266,6 +266,7 @@ def _score_in_worker(reward: str, text: str, answer: str, fields: dict[str, Any]
             value = asyncio.run(_wait(value))
         scored = as_score(value)
     except BaseException as e:  # the user's code, which may also call sys.exit: that ends one answer, not the rollout
+        end_if_out_of_memory(e)
         kind, frames = type(e).__name__, e.__traceback__ and e.__traceback__.tb_next
         error = f"reward {reward} raised {kind}: {_one_line(e)}{_place(frames)}"
         return Call(Scored(math.nan, error), kind, "".join(traceback.format_exception(type(e), e, frames)).rstrip())
@@ -285,39 +286,6 @@ def _place(frames: TracebackType | None) -> str:
 
 async def _wait(value: Any) -> Any:
     return await value
-
-
-def _start_worker(parent: int) -> None:
-    """A scorer leads a process group, so that programs which a reward has started end with it: when it overstays, when the pool
-    closes, and, by a thread, when its rollout is gone. What it prints is no result: it goes to stderr."""
-    os.setsid()
-    os.dup2(2, 1)
-    signal.signal(signal.SIGTERM, lambda *_: os.killpg(0, signal.SIGKILL))
-
-    def watch() -> None:
-        while os.getppid() == parent:
-            time.sleep(ORPHAN_CHECK_S)
-        os.killpg(0, signal.SIGKILL)
-
-    threading.Thread(target=watch, daemon=True).start()
-
-
-def _end_group(leader: int | None) -> None:
-    """What a scorer that died by itself has left running."""
-    if leader:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(leader, signal.SIGKILL)
-
-
-def _discard(pool: ProcessPool) -> None:
-    """End a pool's scorers, and what one that had to be killed, as it did not hear SIGTERM in time, has left running."""
-    scorers = [child.pid for child in multiprocessing.active_children()]
-    pool.stop()
-    pool.join()
-    alive = {child.pid for child in multiprocessing.active_children()}
-    for pid in scorers:
-        if pid not in alive:
-            _end_group(pid)
 
 
 def _one_line(error: BaseException) -> str:

@@ -5,6 +5,7 @@ Imports config, launcher and envs; loads neither model nor engine. Every complai
 
 from __future__ import annotations
 
+import importlib.util
 import re
 import socket
 import tempfile
@@ -35,6 +36,7 @@ def inspect(config: Config, plan: Plan, machine: Machine, run_dir: Path) -> None
     check_devices(config, plan, machine)
     check_memory(config, plan, machine)
     check_ports(config)
+    check_metrics_port(config)
     check_run_dir(run_dir)
 
 
@@ -127,6 +129,24 @@ def check_ports(config: Config) -> None:
                 raise ConfigError(
                     f"transport.port is {first}, but {host}:{port} cannot be bound ({reason}): choose another, or 0 for any"
                 ) from None
+
+
+def check_metrics_port(config: Config) -> None:
+    port, first = config.observe.metrics_port, config.transport.port
+    if port is None:
+        return
+    if importlib.util.find_spec("prometheus_client") is None:
+        raise ConfigError("observe.metrics_port needs the package prometheus_client: install async-rl[report], or leave it out")
+    if port and first and port in range(first, first + NUM_PORTS):
+        raise ConfigError(f"observe.metrics_port is {port}, which transport.port={first} takes: choose another, or 0 for any")
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError as e:
+            raise ConfigError(
+                f"observe.metrics_port is {port}, but 127.0.0.1:{port} cannot be bound ({e.strerror}): choose another, or 0"
+            ) from None
 
 
 def check_run_dir(run_dir: Path) -> None:

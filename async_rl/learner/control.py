@@ -78,7 +78,7 @@ class ControlPlane:
         self.changed = threading.Condition(threading.RLock())
         self.members = Members()
         self.evaluation: Evaluation | None = None
-        self.replies: dict[tuple[str, int], dict[str, Reply]] = {}  # (kind, membership) -> rollout id -> reply
+        self.replies: dict[tuple[str, str], Reply] = {}  # (kind, rollout id) -> the newest since the last Prepare
         self.events: Counter[str] = Counter()  # joins, expulsions, unscorable groups, ...: what the metrics report
         self.screen = Screen(config, vocab_size, ledger, self.events, notice)
         self.failure: BaseException | None = None
@@ -110,12 +110,7 @@ class ControlPlane:
             while not self._closed:
                 events = self.hub.poll(TICK_S)
                 with self.changed:
-                    now = time.monotonic()
-                    for event in events:
-                        self._handle(event, now)
-                    self._tick(now)
-                    self._flush(now)
-                    self.changed.notify_all()
+                    self.turn(events, time.monotonic())
             with self.changed:
                 self._flush(time.monotonic())
         except BaseException as e:
@@ -123,6 +118,14 @@ class ControlPlane:
             with self.changed:
                 self.failure = e
                 self.changed.notify_all()
+
+    def turn(self, events: list[Event], now: float) -> None:
+        """What the IO thread does with what has arrived, and with the time that has passed. Call under the lock."""
+        for event in events:
+            self._handle(event, now)
+        self._tick(now)
+        self._flush(now)
+        self.changed.notify_all()
 
     def _tick(self, now: float) -> None:
         timeout_s = self.config.transport.heartbeat_timeout_s
@@ -148,6 +151,7 @@ class ControlPlane:
         if isinstance(message, Hello):
             self._hello(event.peer, message, now)
         elif member is None:
+            self.events["unknown_peer"] += 1
             self.say(event.peer, Error(code="rejoin", text="the learner does not know this connection: say Hello"))
         elif isinstance(message, Heartbeat):
             self.members.heard(member, message, now)
@@ -155,16 +159,17 @@ class ControlPlane:
             self._remove(member, f"left: {message.reason}", now)
         elif isinstance(message, Prepared | Staged | Committed):
             member.heard_s = now
-            self._reply(message.kind, message.membership, member, message)
+            self.replies[message.kind, member.rollout_id] = message
         elif isinstance(message, Error):
             member.heard_s = now
             log.warning("%s reports %s: %s", member.rollout_id, message.code, message.text)
-            self._reply("error", message.membership, member, message)
+            self.replies[message.kind, member.rollout_id] = message
         else:
             self.events["unexpected_message"] += 1
 
-    def _reply(self, kind: str, membership: int, member: Member, reply: Reply) -> None:
-        self.replies.setdefault((kind, membership), {})[member.rollout_id] = reply
+    def replied(self, kind: str, membership: int) -> dict[str, Reply]:
+        """What each member said last of this kind, when it is of this membership."""
+        return {i: reply for (said, i), reply in self.replies.items() if said == kind and reply.membership == membership}
 
     def _hello(self, peer: Peer, hello: Hello, now: float) -> None:
         ours = {
@@ -183,8 +188,9 @@ class ControlPlane:
         if objection is not None:
             self._refuse(peer, objection)
             return
-        if (predecessor := self.members.named(hello.name)) is not None:
-            self._remove(predecessor, "replaced by a new connection", now)
+        for predecessor in (self.members.named(hello.name), self.members.of_peer(peer)):
+            if predecessor is not None and predecessor.rollout_id in self.members:
+                self._remove(predecessor, "replaced by a new connection", now)
         member = self.members.join(peer, hello, now)
         welcome = Welcome(
             rollout_id=member.rollout_id,
@@ -225,7 +231,7 @@ class ControlPlane:
         if outcome == "refused":
             self.events[f"refused/{reason}"] += 1
             if rare(self.events[f"refused/{reason}"]):
-                log.warning("refused group %d of %s: %s", group.group_id, group.rollout_id, reason)
+                log.warning("refused group %d of %r: %s", group.group_id, group.rollout_id, reason)
 
     # ---- what goes out
 
@@ -349,6 +355,7 @@ class ControlPlane:
 
     def _remove(self, member: Member, why: str, now: float) -> None:
         self.members.leave(member.rollout_id)
+        self.replies = {key: reply for key, reply in self.replies.items() if key[1] != member.rollout_id}
         returned = self.ledger.leave(member.rollout_id, now)
         if self.evaluation is not None:
             self.evaluation.give_back(sorted(member.evaluating))

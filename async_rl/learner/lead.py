@@ -15,6 +15,7 @@ from typing import Any, Literal
 import torch
 
 from async_rl.config import Config
+from async_rl.data.books import in_words
 from async_rl.data.ledger import Ledger
 from async_rl.data.prompts import PromptStream
 from async_rl.data.record import Rules
@@ -80,6 +81,7 @@ def lead(config: Config, folder: Path, rank: Rank, tasks: Tasks, state: State | 
     trainer.saved = version if state else -1
     stop.remember()
     control.start()
+    progress.serve(control)
     publisher.start()
     discovery = folder / "learner.json"
     found = Discovery(control_address=hub.control_address, incarnation=identity.incarnation, run_id=run_id)
@@ -91,9 +93,10 @@ def lead(config: Config, folder: Path, rank: Rank, tasks: Tasks, state: State | 
         books = ledger.books()
     publisher.close()
     control.close(reason, LINGER_S)
+    progress.notice(in_words(books))
     discovery.unlink(missing_ok=True)
     if not books["balanced"]:
-        code, status, reason = 5, "failed", f"the books do not balance: {books}"
+        code, status, reason = 5, "failed", f"the books do not balance: {json.dumps(books)}"
     found_best = {"best": best.score._asdict()} if best.score else {}
     ending = {"status": status, "exit_code": code, "reason": reason, **found_best}
     return _finish(folder, progress, books, control.screen.invalid, **ending)

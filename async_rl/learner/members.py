@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from async_rl.transport.base import Peer
 from async_rl.transport.messages import Error, Heartbeat, Hello
 
+MAX_ASKING = 1024  # processes put off at one time whose first Hello is remembered
 NUM_QUIET_BEATS = 3  # heartbeats a member may miss before another process may take its name
 
 
@@ -72,6 +73,8 @@ class Members:
         if holder is None or holder.pid == hello.pid:
             return None
         text = f"{holder.rollout_id}, pid {holder.pid}, has the name {hello.name}"
+        if key not in self._asked_s and len(self._asked_s) >= MAX_ASKING:
+            del self._asked_s[next(iter(self._asked_s))]
         if holder.heard_s > self._asked_s.setdefault(key, now):
             del self._asked_s[key]
             text = f"{hello.name} with pid {hello.pid} was refused: {text} and lives: choose another --name"

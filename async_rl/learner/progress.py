@@ -12,6 +12,7 @@ import threading
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +22,13 @@ from async_rl.config import Config
 from async_rl.data.evaluation import Evaluation
 from async_rl.learner.control import ControlPlane
 from async_rl.learner.failure import RunFailed
+from async_rl.learner.figures import figures
 from async_rl.learner.publish import Publisher
 from async_rl.learner.results import summarize
 from async_rl.learner.samples import Samples
 from async_rl.observability.files import replace_file, set_aside
 from async_rl.observability.log import get_logger
+from async_rl.observability.prometheus import Endpoint
 from async_rl.observability.sinks import METRICS, TIMING, Console, RunSink, Sink, TensorBoardSink, read_run
 
 log = get_logger(__name__)
@@ -51,6 +54,8 @@ class Progress:
         moved = set_aside(run_dir, (METRICS, TIMING, SAMPLES)) if resume_step is None else []
         self._rows = RunSink(run_dir, resume_step)
         self._board: Sink | None = TensorBoardSink(run_dir / "tensorboard") if config.observe.tensorboard else None
+        self._metrics_port = config.observe.metrics_port
+        self._endpoint: Endpoint | None = None
         self._idle: dict[str, float] = defaultdict(float)  # seconds this step waited, by what for
         self._started = self._last = time.monotonic()
         self._generated: deque[tuple[float, int]] = deque([(self._started, 0)])  # (when, tokens) of the last RATE_S seconds
@@ -63,6 +68,18 @@ class Progress:
         log.info("%s", text)
         with self._lock:
             self._console.notice(text)
+
+    def serve(self, control: ControlPlane) -> None:
+        """From now on the newest rows can be scraped, when the config says so; a run goes on without."""
+        if self._metrics_port is None:
+            return
+        try:
+            self._endpoint = Endpoint(self._metrics_port, partial(figures, control))
+        except (OSError, ImportError) as e:
+            why = getattr(e, "strerror", None) or e
+            self.notice(f"metrics cannot be scraped: port {self._metrics_port} (observe.metrics_port): {why}")
+        else:
+            self.notice(f"metrics for Prometheus at {self._endpoint.address}")
 
     def waited(self, what: str, seconds: float) -> None:
         """Book time in which the training thread could not train: batch, publish, eval, save or gate."""
@@ -141,6 +158,8 @@ class Progress:
 
     def _show(self, row: dict[str, Any]) -> None:
         """TensorBoard's writer does not live on after an error; the run does."""
+        if self._endpoint is not None:
+            self._endpoint.write(row)
         if self._board is None:
             return
         try:
@@ -155,6 +174,8 @@ class Progress:
         Raises OSError, which names the file that cannot be written.
         """
         self._samples.close()
+        if self._endpoint is not None:
+            self._endpoint.close()
         if self._board is not None:
             with contextlib.suppress(OSError):
                 self._board.close()

@@ -282,7 +282,7 @@ class Publisher:
 
     def _reports(self, membership: Membership) -> dict[str, Error]:
         """Failures that members have reported for this membership since its last Prepare."""
-        replies = self.control.replies.get(("error", membership.number), {})
+        replies = self.control.replied("error", membership.number)
         return {i: reply for i, reply in replies.items() if i in membership.ids and isinstance(reply, Error)}
 
     # ---- waiting for replies
@@ -303,7 +303,7 @@ class Publisher:
                 self.changed.wait(POLL_S)
 
     def _missing(self, kind: str, membership: Membership, version: int) -> set[str]:
-        replies = self.control.replies.get((kind, membership.number), {})
+        replies = self.control.replied(kind, membership.number)
         said = {i for i, reply in replies.items() if not isinstance(reply, Error) and reply.version == version}
         return membership.ids - said
 
@@ -348,7 +348,7 @@ class Publisher:
 
     def _take_commits(self, membership: Membership, version: int, sums: Sums, done: set[str]) -> None:
         now = time.monotonic()
-        for rollout_id, reply in self.control.replies.get(("committed", membership.number), {}).items():
+        for rollout_id, reply in self.control.replied("committed", membership.number).items():
             member = self.control.members.get(rollout_id)
             if member is None or rollout_id in done or not isinstance(reply, Committed) or reply.version != version:
                 continue

@@ -41,7 +41,8 @@ class Console:
 
     def notice(self, text: str) -> None:
         """An event between steps: an evaluation, a join, an expulsion, a checkpoint."""
-        self._print(f"-- {' '.join(text.split())}")
+        shown = "".join(c if c.isprintable() else " " for c in text)  # it may repeat what an answer or a peer said
+        self._print(f"-- {' '.join(shown.split())}")
 
     def _print(self, line: str) -> None:
         stream = self._stream or sys.stdout

@@ -20,7 +20,7 @@ from async_rl.observability.console import Console
 from async_rl.observability.files import of_file, replace_file
 from async_rl.observability.log import get_logger
 
-__all__ = ["Console", "JsonlSink", "Row", "RunSink", "Sink", "TensorBoardSink", "read_rows", "read_run"]
+__all__ = ["Console", "JsonlSink", "Row", "RunSink", "Sink", "TensorBoardSink", "read_rows", "read_run", "scalars"]
 
 Row = Mapping[str, Any]
 METRICS, TIMING = "metrics.jsonl", "timing.jsonl"
@@ -121,7 +121,7 @@ class TensorBoardSink:
             restart = self._session(status=self._session.START)
             self._writer.add_event(self._event(step=step, wall_time=time.time(), session_log=restart))
             self._continues = False
-        values = [self._summary.Value(tag=tag, simple_value=value) for tag, value in _scalars("", row) if tag != "step"]
+        values = [self._summary.Value(tag=tag, simple_value=value) for tag, value in scalars("", row) if tag != "step"]
         self._writer.add_event(self._event(step=step, wall_time=time.time(), summary=self._summary(value=values)))
         self._writer.flush()
 
@@ -186,13 +186,14 @@ def _plain(value: Any) -> Any:
     return str(value)
 
 
-def _scalars(name: str, value: Any) -> Iterator[tuple[str, float]]:
+def scalars(name: str, value: Any) -> Iterator[tuple[str, float]]:
+    """Every number in a row, under its path: list entries become `name/0`, `name/1`, ..."""
     value = _plain(value) if not name else value
     if isinstance(value, dict):
         for key, part in value.items():
-            yield from _scalars(f"{name}/{key}" if name else key, part)
+            yield from scalars(f"{name}/{key}" if name else key, part)
     elif isinstance(value, list):
         for i, part in enumerate(value):
-            yield from _scalars(f"{name}/{i}", part)
+            yield from scalars(f"{name}/{i}", part)
     elif isinstance(value, int | float):
         yield name, float(value)

@@ -81,7 +81,8 @@ def _run(run_dir: Path, name: str) -> Outcome:
     log.info("starting the %s engine, then joining the run in %s", config.rollout.engine, run_dir)
     engine = _engine(config)
     rollout = config.rollout
-    pool = RewardPool(config.data.reward, rollout.reward_workers, rollout.reward_timeout_s)
+    limits = (rollout.reward_workers, rollout.reward_timeout_s, rollout.reward_memory_bytes)
+    pool = RewardPool(config.data.reward, *limits)
     sampler = Sampler(engine, SingleTurn(), pool.score, decoder(load_tokenizer(config.model)))
     hello = Hello(
         protocol=PROTOCOL,

@@ -17,6 +17,7 @@ import msgpack
 import numpy as np
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
+from async_rl.transport.declared import declared_entries
 from async_rl.transport.messages import MESSAGE, PROTOCOL, AnyMessage, Count, Message
 from async_rl.types import MAX_REWARD, MAX_SCORE_NAME_BYTES, MAX_SCORES, Attempt, FinishReason, Group, Split, Trajectory
 
@@ -201,6 +202,8 @@ def _pack(content: dict[str, Any]) -> bytes:
 def _unpack(data: Frame, max_bytes: int, max_array_len: int) -> dict[str, Any]:
     if len(data) > max_bytes:
         raise BadMessage("oversize", f"a message of {len(data)} bytes, over the limit of {max_bytes}")
+    if declared_entries(data) > len(data):
+        raise BadMessage("msgpack", f"{len(data)} bytes that declare more entries than that")
     try:
         content = msgpack.unpackb(
             data,

@@ -35,8 +35,14 @@ class GroupSpec:
 
     @property
     def device(self) -> torch.device:
-        """Where buckets must lie for this backend."""
-        return torch.device("cuda", torch.cuda.current_device()) if self.backend == "nccl" else torch.device("cpu")
+        """Where buckets must lie for this backend. Raises WeightsError when it is the GPU and this process sees none."""
+        if self.backend == "gloo":
+            return torch.device("cpu")
+        if not torch.cuda.is_available():
+            raise WeightsError(
+                "the learner sends over nccl, which needs a GPU, and this process sees none: set weights.backend=gloo"
+            )
+        return torch.device("cuda", torch.cuda.current_device())
 
 
 class Listener:

@@ -74,3 +74,11 @@ def test_no_path_of_a_machine_is_written_down():
         name for name, text in sources("async_rl", "launch", "benchmarks", "docs") if re.search(r"/(home|root|Users)/", text)
     ]
     assert written == []
+
+
+def test_nothing_that_comes_over_a_network_is_unpickled():
+    """The one pickle read is the index of a checkpoint's shards, by torch, in a folder that its owner trusts."""
+    words = re.compile(r"recv_pyobj|send_pyobj|pickle\.loads?\(|allow_pickle=True|weights_only=False|\bexec\(")
+    found = [f"{name}: {m.group()}" for name, text in sources("async_rl", "launch") for m in words.finditer(text)]
+    assert found == []
+    assert words.search("data = pickle.loads(frame)")
