@@ -344,6 +344,7 @@ class Publisher:
                 self.changed.wait(POLL_S)
             if done:
                 self.published = version
+                log.info("published %d:%d to %s", identity.incarnation, version, ", ".join(sorted(done)))
             self.changed.notify_all()
 
     def _take_commits(self, membership: Membership, version: int, sums: Sums, done: set[str]) -> None:
