@@ -32,14 +32,14 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 ROOT = Path(__file__).parent.parent
 PHASE_TIMEOUT_S, ALLOWANCE_S = 10.0, 5.0
-START_S, UPDATE_S = 400.0, 90.0
+START_S, UPDATE_S = 600.0, 120.0
 MAX_TRIES = 30  # updates in which a member may get through its phase before it is stopped
 PHASES = {"PREPARE": "preparing", "SEND": "receiving", "COMMIT": "committing"}
 SCRIPT = {"token_delay_s": 0.01, "frozen": ["prepare", "commit"], "frozen_s": 0.5}
 SETTINGS = (
     "model.make=null", "groups_per_step=4", "rollout.num_slots=4", "eval.draws=0", "checkpoint.every=0", "num_steps=100000",
     "observe.log_level=debug", "weights.bucket_bytes=16384", f"weights.phase_timeout_s={PHASE_TIMEOUT_S:g}",
-    "transport.heartbeat_s=0.5", "rollout.start_timeout_s=400", "rollout.timeout_s=400",
+    "transport.heartbeat_s=0.5", "rollout.start_timeout_s=600", "rollout.timeout_s=400",
 )  # fmt: skip
 
 
@@ -126,7 +126,7 @@ def scene(
         popen = subprocess.Popen(argv, cwd=ROOT, env=env, stdout=file, stderr=file, start_new_session=True)
     found = Scene(run_dir, popen, {name: run_dir / "logs" / f"{name}.log" for name in own})
     try:
-        until(lambda: (run_dir / "run.json").exists(), 60)
+        until((run_dir / "run.json").exists, 60)
         for name in by_hand:
             found.start(name)
         found.published(Tail(found.learner_log), {*own, *by_hand}, START_S)
@@ -170,14 +170,15 @@ def freeze(found: Scene, name: str, phase: str, core: bool = False) -> dict[str,
         served = lines[-1].rpartition(" to ")[2]
         if f"{name}#" in served or not all(f"{other}#" in served for other in others):
             continue  # it got through before it was stopped
-        named = next((line for line in lines if re.search(rf"{name}#\d+ (was |is )?expelled: ", line)), "")
+        sentences = (re.search(rf"{name}#\d+ expelled: .*", line) for line in lines)
+        named = next((said.group() for said in sentences if said), "")
         version_back = found.published(back, {name, *others})
         back_s = time.monotonic() - going_s
         later = found.published(Tail(found.learner_log), {name, *others})
         return {
             "member": name, "process": "engine core" if core else "rollout", "phase": phase, "tries": tries,
             "published_after_s": round(after_s, 2), "bound_s": PHASE_TIMEOUT_S + ALLOWANCE_S,
-            "named": named.rpartition(": ")[2] if not named else named.partition("control: ")[2],
+            "named": named,
             "back_after_s": round(back_s, 2), "versions": [version, version_back], "trained_on": later > version_back,
         }  # fmt: skip
     raise TimeoutError(f"{name} was never caught in {phase}")
