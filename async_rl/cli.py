@@ -89,6 +89,10 @@ def _parser() -> argparse.ArgumentParser:
     sub.add_argument("--out", required=True, type=Path, metavar="DIR", help="folder to write; must not exist")
     sub.add_argument("--seed", type=int, default=0, metavar="N", help="of the tiny recipe")
 
+    sub = _add(commands, "status", _status, "who is at work in a run, what each does and waits for, who is frozen or dead")
+    sub.add_argument("run_dir", metavar="RUN_DIR", help="folder of a run")
+    sub.add_argument("--stacks", action="store_true", help="have every process of this host write its threads' stacks, too")
+
     sub = _add(commands, "report", _report, "write the report of a run again from its metrics")
     sub.add_argument("run_dir", metavar="RUN_DIR", type=Path)
     return parser
@@ -218,6 +222,17 @@ def _report(arguments: argparse.Namespace) -> int:
         print(write_report(arguments.run_dir))
     except OSError as e:
         raise ConfigError(f"the report of {arguments.run_dir} cannot be written ({e.strerror}): free space there") from None
+    return 0
+
+
+def _status(arguments: argparse.Namespace) -> int:
+    from async_rl.launcher.status import status
+
+    run_dir = Path(arguments.run_dir)
+    if not (run_dir / "run.json").is_file():  # said here: the configuration takes longer to import than the rest to run
+        print(f"async-rl: {run_dir} holds no run.json: give the folder of a run, as `async-rl train` makes it", file=sys.stderr)
+        return 2
+    print("\n".join(status(run_dir, arguments.stacks)))
     return 0
 
 

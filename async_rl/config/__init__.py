@@ -12,6 +12,7 @@ from async_rl.config.schema import (
     LearnerConfig,
     ModelConfig,
     RolloutConfig,
+    TransportConfig,
     config_keys,
 )
 
@@ -26,6 +27,7 @@ __all__ = [
     "LearnerConfig",
     "ModelConfig",
     "RolloutConfig",
+    "TransportConfig",
     "config_keys",
     "load_config",
     "parse_config",

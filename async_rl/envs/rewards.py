@@ -32,6 +32,7 @@ from async_rl.envs.base import Scored
 from async_rl.envs.fitting import Example, misfit
 from async_rl.envs.scorers import OUT_OF_MEMORY, end_if_out_of_memory, end_pool, new_pool
 from async_rl.observability.log import get_logger
+from async_rl.observability.waiting import waiting
 from async_rl.types import MAX_REWARD, MAX_SCORE_NAME_BYTES, MAX_SCORES, Prompt
 
 log = get_logger(__name__)
@@ -124,8 +125,9 @@ class RewardPool:
         deadline_s = GRACE_S + self._timeout_s * (1 + math.ceil(self._pending / self._num_workers))
         try:
             future = self._schedule(prompt.text, answer, prompt.fields)
-            async with asyncio.timeout(deadline_s):
-                call = await asyncio.wrap_future(future)
+            with waiting(f"reward {self._reward} to score"):
+                async with asyncio.timeout(deadline_s):
+                    call = await asyncio.wrap_future(future)
             self._tell(call)
             return call.scored
         except TimeoutError:
@@ -163,7 +165,9 @@ class RewardPool:
 
     def _probe(self) -> str:
         try:
-            return self._pool.schedule(_load_in_worker, args=(self._reward,), timeout=START_TIMEOUT_S).result(START_TIMEOUT_S)
+            with waiting(f"reward {self._reward} to load in a scorer"):
+                loading = self._pool.schedule(_load_in_worker, args=(self._reward,), timeout=START_TIMEOUT_S)
+                return loading.result(START_TIMEOUT_S)
         except TimeoutError:
             return f"loading it took longer than {START_TIMEOUT_S:g} s"
         except (ProcessExpired, CancelledError, RuntimeError) as e:

@@ -28,6 +28,7 @@ from async_rl.launcher.ending import Ending, learners_result, settle
 from async_rl.launcher.plan import ProcessSpec
 from async_rl.launcher.prepare import Before, Prepared, claim, install_model, model_recipe, prepare, unfinished
 from async_rl.launcher.processes import Child, Orphans, Pipes, end_all, own_children
+from async_rl.launcher.watching import Watch
 from async_rl.observability.process import adopt_orphans
 
 EXIT_BUG, EXIT_CONFIG, EXIT_ROLLOUTS_GONE = 1, 2, 3
@@ -53,7 +54,9 @@ def run(prepared: Prepared) -> int:
         with lock:
             _say(f"run_dir {_short(prepared.run_dir)}{news}")
             adopt_orphans()
-            ending = _make_model(prepared, signals) or Supervisor(prepared, signals).run()
+            watch = Watch(prepared.run_dir, _say)
+            ending = _make_model(prepared, signals, watch) or Supervisor(prepared, signals, watch).run()
+            watch.close()
             refused = ending.code == EXIT_CONFIG and not learners_result(prepared.run_dir)
             result = settle(prepared.run_dir, ending, keep=not refused)
             if refused:
@@ -81,7 +84,7 @@ class Signals:
         self.asked.append(number)
 
 
-def _make_model(prepared: Prepared, signals: Signals) -> Ending | None:
+def _make_model(prepared: Prepared, signals: Signals, word: Watch) -> Ending | None:
     """Make the model by its recipe when it is absent; the run's end when that was stopped or failed."""
     spec = model_recipe(prepared)
     if spec is None:
@@ -95,6 +98,7 @@ def _make_model(prepared: Prepared, signals: Signals) -> Ending | None:
     try:
         while child.poll() is None and not signals.asked:
             said.pass_on(POLL_S)
+            word.look(f"the model to be made; the recipe's log is {_short(spec.log)}")
         said.pass_on(0.0)
         if signals.asked:
             reason = f"stopped by {_name(signals.asked[0])} while the model was made"
@@ -124,8 +128,9 @@ class Rollout:
 class Supervisor:
     """The learner and its rollouts from start to end. Single-threaded: children are forked safely, and die with it."""
 
-    def __init__(self, prepared: Prepared, signals: Signals) -> None:
+    def __init__(self, prepared: Prepared, signals: Signals, word: Watch) -> None:
         self._prepared = prepared
+        self._word = word
         self._signals = signals
         self._bystanders = own_children()
         self._learner_restarts = 0
@@ -165,6 +170,7 @@ class Supervisor:
     def _watch(self) -> int:
         while True:
             self._pipes.pass_on(POLL_S)
+            self._word.look(self._awaited())
             self._heed_signals()
             for rollout in self._rollouts:
                 self._look_after(rollout)
@@ -177,6 +183,12 @@ class Supervisor:
                 _say("killing everything" if len(self._signals.asked) > 1 else "the learner did not stop in time and is killed")
                 self._overdue = True
                 return 128 + (self._signals.asked[0] if self._signals.asked else signal.SIGKILL)
+
+    def _awaited(self) -> str:
+        if self._deadline is not None:
+            return "the learner to stop by itself, before it is killed"
+        listens = (self._prepared.run_dir / "learner.json").exists()
+        return "" if listens else f"the learner to come up; its log is {_short(self._learner.spec.log)}"
 
     def _heed_signals(self) -> None:
         """The first signal is passed on; the second ends the run at once."""
@@ -260,6 +272,7 @@ class Supervisor:
     def _await_goodbyes(self) -> None:
         deadline = time.monotonic() + GOODBYE_S
         while time.monotonic() < deadline and any(r.child.poll() is None for r in self._rollouts):
+            self._word.look(f"{', '.join(r.spec.name for r in self._rollouts if r.child.poll() is None)} to leave")
             time.sleep(POLL_S)
 
     def _conclude(self, code: int) -> Ending:

@@ -33,8 +33,11 @@ from async_rl.learner.state import unpack_state
 from async_rl.learner.step import PolicyUpdate
 from async_rl.learner.trainer import follow
 from async_rl.learner.value_update import trains_critic
+from async_rl.observability import stacks
 from async_rl.observability.log import setup_logging
 from async_rl.observability.process import die_with_parent
+from async_rl.observability.status import StatusFile
+from async_rl.observability.waiting import waiting
 from async_rl.transport.base import TransportError
 from async_rl.weights.source import WeightSource
 
@@ -46,6 +49,7 @@ def main(run_dir: str) -> int:
     stop = Stop()
     stop.install()
     number = int(os.environ.get("RANK", "0"))
+    status = StatusFile(folder, f"learner-{number}").start()
     try:
         config = load_config(folder / "config.yaml")
         setup_logging(f"learner-{number}", folder / "logs" / f"learner-{number}.log", config.observe.log_level)
@@ -54,13 +58,14 @@ def main(run_dir: str) -> int:
         tasks = build_prompts(config, load_tokenizer(config.model)) if number == 0 else None
         _init_distributed(config, device)
         rank = _build(config, folder, device)
+        status.look = lambda: {"state": rank.commands.doing}
         checkpoint = rank.checkpointer.latest_complete() if config.checkpoint.resume else None
         if _has_critic(config, checkpoint):
             rank.make_critic()
         packed = rank.load(checkpoint) if checkpoint else None
         if tasks is not None:
             state = unpack_state(packed, checkpoint) if packed is not None and checkpoint else None
-            return lead(config, folder, rank, tasks, state, stop)
+            return lead(config, folder, rank, tasks, state, stop, status)
         stop.remember()
         follow(rank)
         return 0
@@ -75,9 +80,11 @@ def main(run_dir: str) -> int:
     except RuntimeError as e:
         if not lost_rank(e):
             raise
+        stacks.dump(f"rank {number} has lost another rank")
         tell(f"rank {number} has lost another rank: {' '.join(str(e).split())[:200]}")
         return 1
     finally:
+        status.close()
         if dist.is_initialized():
             dist.destroy_process_group()
 
@@ -98,7 +105,8 @@ def _init_distributed(config: Config, device: torch.device) -> None:
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     timeout = timedelta(seconds=config.learner.step_timeout_s)
     if "RANK" in os.environ:
-        dist.init_process_group(backend, timeout=timeout)
+        with waiting("all ranks to meet"):
+            dist.init_process_group(backend, timeout=timeout)
     else:
         alone = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
         dist.init_process_group(backend, store=alone, rank=0, world_size=1, timeout=timeout)

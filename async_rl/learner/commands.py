@@ -12,6 +12,8 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
+from async_rl.observability.waiting import waiting
+
 IDLE_S = 5.0
 
 
@@ -25,6 +27,9 @@ class Code(IntEnum):
     ROLL_BACK = 7  # argument: version of the checkpoint
 
 
+NUMBERED = (Code.STEP, Code.GATHER, Code.SAVE, Code.ROLL_BACK)
+
+
 class Command(NamedTuple):
     code: Code
     argument: int
@@ -35,17 +40,26 @@ class Commands:
         self.group = group
         self.rank = dist.get_rank(group)
         self.world_size = dist.get_world_size(group)
+        self.doing = "starting"  # for people: the command under way
 
     def issue(self, code: Code, argument: int = 0) -> None:
         """Rank 0 only: the next command of every rank."""
+        self._begin(code, argument)
         if self.world_size > 1:
-            dist.broadcast(torch.tensor([int(code), argument], dtype=torch.int64), src=0, group=self.group)
+            with waiting(f"the other ranks to take {self.doing}"):
+                dist.broadcast(torch.tensor([int(code), argument], dtype=torch.int64), src=0, group=self.group)
 
     def receive(self) -> Command:
         """Other ranks: wait for the next command, past any IDLE."""
         word = torch.zeros(2, dtype=torch.int64)
         while True:
-            dist.broadcast(word, src=0, group=self.group)
-            code = Code(int(word[0]))
+            with waiting("the next command of rank 0, which owes one every 5 s"):
+                dist.broadcast(word, src=0, group=self.group)
+            code, argument = Code(int(word[0])), int(word[1])
+            self._begin(code, argument)
             if code is not Code.IDLE:
-                return Command(code, int(word[1]))
+                return Command(code, argument)
+
+    def _begin(self, code: Code, argument: int) -> None:
+        if code is not Code.PROCEED:
+            self.doing = f"{code.name.lower()} {argument}" if code in NUMBERED else code.name.lower()

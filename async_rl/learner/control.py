@@ -23,6 +23,7 @@ from async_rl.learner.failure import RunFailed
 from async_rl.learner.leases import evaluation_lease, training_lease
 from async_rl.learner.members import Member, Members
 from async_rl.learner.screen import Screen
+from async_rl.observability import stacks
 from async_rl.observability.log import get_logger, rare
 from async_rl.transport.base import Delivered, Event, Hub, Peer
 from async_rl.transport.messages import (
@@ -134,6 +135,7 @@ class ControlPlane:
         for lease in self.ledger.expire(now):
             self._cancel(lease.rollout_id, lease.group_id, lease.attempt, "its lease expired")
             self.events["lease_expired"] += 1
+            stacks.dump(f"the lease of group {lease.group_id} at {lease.rollout_id} has expired")
         if now - self._last_beat >= self.config.transport.heartbeat_s:
             self._last_beat = now
             for member in self.members:
@@ -350,6 +352,7 @@ class ControlPlane:
         if member is None:
             return
         self.events["expelled"] += 1
+        stacks.dump(f"{rollout_id} is expelled: {why}")
         self.say(member.peer, Error.model_validate({"code": code, "text": f"{rollout_id} was expelled: {why}"}))
         self._remove(member, f"expelled: {why}", now)
 
@@ -385,6 +388,7 @@ class ControlPlane:
         limit_s = getattr(self.config.rollout, key)
         if now - self._alone_since > limit_s:
             who = self.members.why_not_live()
+            stacks.dump(f"no rollout is serving after {limit_s:g} s")
             raise RunFailed(
                 3, f"no rollout is serving after {limit_s:g} s (rollout.{key}); {who}: see the logs of the rollouts"
             )

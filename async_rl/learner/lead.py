@@ -34,6 +34,7 @@ from async_rl.learner.rank import Rank
 from async_rl.learner.shaping import RewardShaping
 from async_rl.learner.signals import Stop
 from async_rl.learner.sizes import groups_at, sizes_of
+from async_rl.learner.standing import standing
 from async_rl.learner.state import MAX_INCARNATION, Kept, State, pack_state
 from async_rl.learner.trainer import Trainer
 from async_rl.learner.value_update import ValueUpdate
@@ -41,6 +42,7 @@ from async_rl.observability.files import replace_file
 from async_rl.observability.log import get_logger
 from async_rl.observability.report import write_report
 from async_rl.observability.sinks import METRICS, read_rows
+from async_rl.observability.status import StatusFile
 from async_rl.transport.discovery import Discovery, write_discovery
 from async_rl.transport.zmq import ZmqHub
 
@@ -48,7 +50,7 @@ log = get_logger(__name__)
 LINGER_S = 2.0
 
 
-def lead(config: Config, folder: Path, rank: Rank, tasks: Tasks, state: State | None, stop: Stop) -> int:
+def lead(config: Config, folder: Path, rank: Rank, tasks: Tasks, state: State | None, stop: Stop, status: StatusFile) -> int:
     """Train to the end; returns the exit code."""
     version = state.version if state else 0
     run_id = json.loads((folder / "run.json").read_text())["run_id"]
@@ -79,6 +81,7 @@ def lead(config: Config, folder: Path, rank: Rank, tasks: Tasks, state: State | 
     own = (stop, version, checkpoint_state, best, kept.gate, kept.shaping)
     trainer = Trainer(config, rank, control, publisher, progress, tasks.heldout, *own)
     trainer.saved = version if state else -1
+    status.look = partial(standing, trainer)
     stop.remember()
     control.start()
     progress.serve(control)

@@ -48,6 +48,7 @@ class Publisher:
         self.stats: dict[str, float] = {}
         self._membership = Membership(0, [])
         self._faults = Faults(control)
+        self._phase = ""  # of the update under way, for what is told of whom it waits for
         self._broken: Counter[int] = Counter()  # version -> broadcasts of it that broke before their time
         self._thread = threading.Thread(target=self._run, name="publisher", daemon=True)
 
@@ -153,6 +154,7 @@ class Publisher:
 
     def _prepare(self, members: list[Member]) -> Membership:
         """Form the group if its composition changed; every member has agreed on the manifest and posted its receive."""
+        self._phase = "PREPARE"
         if {m.rollout_id for m in members} != self._membership.ids or self._membership.group is None:
             membership = self._form(members)
         else:
@@ -221,6 +223,7 @@ class Publisher:
     def _send(self, membership: Membership) -> Sums:
         """Broadcast every bucket while the next is gathered; returns digests and checksum of what was sent."""
         assert membership.group is not None
+        self._phase = "SEND"
         digests: list[str] = []
         in_flight: Future[Any] | None = None
         for k in range(len(self.manifest.buckets)):
@@ -269,7 +272,7 @@ class Publisher:
                 self.changed.wait(POLL_S)
             guilty = absent or self._quiet(membership)
             for rollout_id in guilty:
-                self._faults.caused(rollout_id, f"it kept the others waiting: {error}")
+                self._faults.caused(rollout_id, f"it kept the others waiting in {self._phase}: {error}")
             if not guilty:
                 for rollout_id, report in self._reports(membership).items():
                     self._faults.reported(rollout_id, report.text)
@@ -299,7 +302,7 @@ class Publisher:
                 now = time.monotonic()
                 if now > deadline:
                     for rollout_id in missing:
-                        self._faults.caused(rollout_id, f"it did not say {kind} {self.version} in time")
+                        self._faults.caused(rollout_id, f"in {self._phase} it did not say {kind} {self.version} in time")
                 self.changed.wait(POLL_S)
 
     def _missing(self, kind: str, membership: Membership, version: int) -> set[str]:
@@ -340,10 +343,12 @@ class Publisher:
                     break
                 if time.monotonic() > deadline:
                     for rollout_id in missing:
-                        self.control.expel(rollout_id, f"it did not commit version {version} in time", time.monotonic())
+                        why = f"in COMMIT it did not commit version {version} in time"
+                        self.control.expel(rollout_id, why, time.monotonic())
                 self.changed.wait(POLL_S)
             if done:
                 self.published = version
+                log.info("published %d:%d to %s", identity.incarnation, version, ", ".join(sorted(done)))
             self.changed.notify_all()
 
     def _take_commits(self, membership: Membership, version: int, sums: Sums, done: set[str]) -> None:
@@ -362,4 +367,4 @@ class Publisher:
             self.control.committed(member, version)
         for rollout_id, reply in self._reports(membership).items():
             if rollout_id not in done:
-                self.control.expel(rollout_id, f"it could not commit version {version}: {reply.text}", now)
+                self.control.expel(rollout_id, f"in COMMIT it could not commit version {version}: {reply.text}", now)

@@ -21,6 +21,7 @@ from async_rl.learner.scatter import scatter_batch
 from async_rl.learner.steering import Steering, share_steering
 from async_rl.learner.step import Callback, PolicyUpdate, StepReport
 from async_rl.learner.value_update import ValueUpdate, make_value_update, trains_critic
+from async_rl.observability.waiting import waiting
 from async_rl.types import Batch
 from async_rl.weights.source import WeightSource
 
@@ -49,24 +50,29 @@ class Rank:
         """One learner step, see `PolicyUpdate.run`; a critic whose time has come is made first."""
         if self.critic is None and trains_critic(self.update.config, version):
             self.make_critic()
-        return self.update.run(batch, version, steering, boundary, before_update)
+        with waiting(f"the step from version {version}, of which all ranks compute their share", normal=True):
+            return self.update.run(batch, version, steering, boundary, before_update)
 
     def scatter(self, batch: Batch | None) -> Batch:
         """Rank 0's batch, on every rank."""
-        return scatter_batch(batch, self.group)
+        with waiting("all ranks to take their share of the batch"):
+            return scatter_batch(batch, self.group)
 
     def steer(self, steering: Steering | None) -> Steering:
         """Rank 0's steering, on every rank."""
-        return share_steering(steering, self.group)
+        with waiting("all ranks to take the steering"):
+            return share_steering(steering, self.group)
 
     def save(self, version: int, state: bytes | None) -> None:
         """Raises CheckpointError on all ranks alike."""
-        self.checkpointer.save(version, self._tensors(), state)
+        with waiting(f"the checkpoint of version {version} to be written, and all ranks to agree on it"):
+            self.checkpointer.save(version, self._tensors(), state)
 
     def load(self, checkpoint: Path) -> bytes | None:
         """Fill the models, their optimizers and the RNG; returns the state that rank 0 saved. Raises CheckpointError."""
         self.policy.at_rest()
-        return self.checkpointer.load(checkpoint, self._tensors())
+        with waiting(f"all ranks to load {checkpoint}", normal=True):
+            return self.checkpointer.load(checkpoint, self._tensors())
 
     def roll_back(self, version: int) -> None:
         """Weights, moments and RNG are those of that version's checkpoint; the caller sees to it that nothing reads them.

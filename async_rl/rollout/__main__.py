@@ -28,6 +28,8 @@ from async_rl.envs.tasks import examples
 from async_rl.envs.text import decoder, load_tokenizer, tokenizer_digest
 from async_rl.observability.log import get_logger, setup_logging
 from async_rl.observability.process import die_with_parent
+from async_rl.observability.status import StatusFile
+from async_rl.observability.waiting import waiting
 from async_rl.rollout.engine import Engine, EngineDead
 from async_rl.rollout.join import Door, Fatal, Unreachable
 from async_rl.rollout.scheduler import Sampler
@@ -40,6 +42,7 @@ from async_rl.transport.messages import NAME, PROTOCOL, Hello
 from async_rl.transport.zmq import ZmqLink
 
 log = get_logger(__name__)
+ENGINE_VARIABLE = "ASYNC_RL_ENGINE"  # for tests: one rollout's own engine, in a run whose others have another
 SHUTDOWN_S = 5.0
 ENGINE_CLOSE_S = 3.0
 # torchrun's words: an engine that inherits them takes itself for a rank of somebody else's job
@@ -74,12 +77,22 @@ def _run(run_dir: Path, name: str) -> Outcome:
     config = load_config(run_dir / "config.yaml")
     run_id = _run_id(run_dir / "run.json")
     setup_logging(name, None, config.observe.log_level)
+    status = StatusFile(run_dir, name).start()
+    try:
+        return _start(config, run_dir, name, run_id, status)
+    finally:
+        status.close()
+
+
+def _start(config: Config, run_dir: Path, name: str, run_id: str, status: StatusFile) -> Outcome:
     for variable in FOREIGN:
         os.environ.pop(variable, None)
     torch.set_num_threads(config.rollout.threads)
-    check_loadable(config.data.reward, _examples(config))
-    log.info("starting the %s engine, then joining the run in %s", config.rollout.engine, run_dir)
-    engine = _engine(config)
+    with waiting(f"reward {config.data.reward} to load", normal=True):
+        check_loadable(config.data.reward, _examples(config))
+    kind = os.environ.get(ENGINE_VARIABLE, config.rollout.engine)
+    log.info("starting the %s engine, then joining the run in %s", kind, run_dir)
+    engine = _engine(config, kind)
     rollout = config.rollout
     limits = (rollout.reward_workers, rollout.reward_timeout_s, rollout.reward_memory_bytes)
     pool = RewardPool(config.data.reward, *limits)
@@ -93,7 +106,7 @@ def _run(run_dir: Path, name: str) -> Outcome:
         num_slots=rollout.num_slots,
         pid=os.getpid(),
     )
-    return asyncio.run(_serve(config, sampler, hello, run_dir, pool))
+    return asyncio.run(_serve(config, sampler, hello, run_dir, pool, status))
 
 
 def _examples(config: Config) -> list[tuple[str, list[str]]]:
@@ -113,13 +126,15 @@ def _run_id(path: Path) -> str:
         ) from None
 
 
-def _engine(config: Config) -> Engine:
-    if config.rollout.engine == "toy":
+def _engine(config: Config, kind: str) -> Engine:
+    if kind == "toy":
         return ToyEngine.create(config)
     return VllmEngine.create(config, timeout_s=config.rollout.start_timeout_s)
 
 
-async def _serve(config: Config, sampler: Sampler, hello: Hello, run_dir: Path, pool: RewardPool) -> Outcome:
+async def _serve(
+    config: Config, sampler: Sampler, hello: Hello, run_dir: Path, pool: RewardPool, status: StatusFile
+) -> Outcome:
     transport = config.transport
 
     def connect(address: str) -> Link:
@@ -136,6 +151,7 @@ async def _serve(config: Config, sampler: Sampler, hello: Hello, run_dir: Path, 
         transport.connect_timeout_s,
     )
     worker = Worker(config, sampler, door)
+    status.look = worker.status
     outcome = await _outcome(worker)
     _exit_at_the_latest_after(SHUTDOWN_S, outcome)
     log.info("counted: %s", json.dumps(worker.summary()))

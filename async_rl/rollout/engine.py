@@ -20,6 +20,12 @@ InFlight = Literal["keep", "recompute", "abort"]
 
 class Engine(Protocol):
     generated_tokens: int  # since start, over all requests
+    core_pid: int | None  # of the process that computes, when it is one of its own
+
+    @property
+    def serving(self) -> str:
+        """The name of the weights in service; "" before the first."""
+        ...
 
     async def generate(self, prompt_ids: np.ndarray, sampling: Sampling, request_id: str) -> Completion:
         """One answer; prompt_ids int32 [P]. finish_reason "abort" after `abort`. A prompt the engine refuses gives

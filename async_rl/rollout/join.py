@@ -17,6 +17,7 @@ import psutil
 
 from async_rl.observability.finished import nobody_left, steps_done
 from async_rl.observability.log import get_logger
+from async_rl.observability.waiting import waiting
 from async_rl.transport.base import Link, TransportError
 from async_rl.transport.discovery import Discovery, read_discovery
 from async_rl.transport.messages import End, Error, Hello, Welcome
@@ -66,6 +67,14 @@ class Door:
     async def join(self) -> Joined:
         """Knock until a Welcome. Raises Fatal, Ended, or Unreachable after timeout_s."""
         log.info("looking for the learner in %s", self.path)
+        with waiting("a learner that takes this rollout in", self._where):
+            return await self._join()
+
+    def _where(self) -> str:
+        seen = self.look()
+        return f"knocking at {seen.control_address}" if seen else f"{self.path} names no learner of this run"
+
+    async def _join(self) -> Joined:
         seen: Discovery | None = None
         deadline = time.monotonic() + self.timeout_s
         while time.monotonic() < deadline:

@@ -13,6 +13,7 @@ from collections import Counter
 from dataclasses import dataclass
 
 from async_rl.observability.log import get_logger
+from async_rl.observability.waiting import waiting
 from async_rl.transport.base import Link
 from async_rl.transport.codec import BadMessage
 from async_rl.transport.messages import Ack
@@ -70,7 +71,8 @@ class Outbox:
                 continue
             try:
                 # the learner answers the sender, so a group carries the id of the connection it travels on
-                await link.push(dataclasses.replace(entry.group, rollout_id=rollout_id))
+                with waiting(f"the learner to take group {entry.group.group_id}"):
+                    await link.push(dataclasses.replace(entry.group, rollout_id=rollout_id))
             except BadMessage as e:
                 self._unsendable(entry.group, e)
                 continue

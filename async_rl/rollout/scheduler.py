@@ -18,7 +18,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from async_rl.envs.base import Env, Score
+from async_rl.observability import stacks
 from async_rl.observability.log import get_logger
+from async_rl.observability.waiting import waiting
 from async_rl.rollout.engine import Engine, EngineDead
 from async_rl.rollout.outbox import Outbox
 from async_rl.transport.messages import Lease
@@ -63,6 +65,11 @@ class Scheduler:
         self._more = False  # the rest of what was leased in one breath is on its way
 
     @property
+    def num_leases(self) -> int:
+        """Leases that are neither delivered nor given up."""
+        return len(self._jobs)
+
+    @property
     def num_running(self) -> int:
         """Leases being sampled or scored, evaluation included."""
         return sum(job.task is not None for job in self._jobs.values())
@@ -83,7 +90,14 @@ class Scheduler:
                     for key in keys:
                         job = self._jobs[key]
                         job.task = self._tasks.create_task(self._run(key, job), name=f"group {key[0]}")
-            await self._changed.wait()
+            with waiting(self._awaited(), normal=True):  # anew with every change: what is told has stood still
+                await self._changed.wait()
+
+    def _awaited(self) -> str:
+        oldest = next(iter(self._jobs), None)
+        if oldest is None:
+            return "a lease"
+        return f"{len(self._jobs)} leased groups to be sampled and scored, the oldest of them {oldest[0]}"
 
     def wake(self) -> None:
         """To be called when a slot may have become free outside: an Ack."""
@@ -134,6 +148,7 @@ class Scheduler:
         except TimeoutError:
             self.counts["groups_expired"] += 1
             log.warning("group %d (prompt %s) expired after %.1f s", key[0], job.lease.prompt_id, job.age_s)
+            stacks.dump(f"the lease of group {key[0]} has expired", self._sampler.engine.core_pid)
         except asyncio.CancelledError:
             self.counts["groups_dropped"] += not job.cancelled
             raise

@@ -78,6 +78,7 @@ class ToyEngine:
         """Until its first commit it serves `serving`; with None it keeps requests waiting."""
         self.script = script
         self.generated_tokens = 0
+        self.core_pid = None
         self.parameters = dict(parameters)
         self.name = serving or WeightName(0, 0)
         self._max_model_len = max_model_len
@@ -96,6 +97,10 @@ class ToyEngine:
         for file in sorted(Path(config.model.path).glob("*.safetensors")):
             parameters.update(load_file(file))
         return cls(parameters, Script.from_environment(), config.model.max_model_len)
+
+    @property
+    def serving(self) -> str:
+        return str(self.name) if self._serving.is_set() else ""
 
     # ---- generation
 

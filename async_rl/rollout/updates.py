@@ -9,12 +9,15 @@ and ignored.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
+from async_rl.observability import stacks
 from async_rl.observability.log import get_logger
+from async_rl.observability.waiting import waiting
 from async_rl.rollout.engine import Engine, EngineDead, InFlight
 from async_rl.transport.messages import Commit, Committed, Error, Message, Prepare, Prepared, Staged
 from async_rl.types import WeightName
@@ -24,6 +27,7 @@ from async_rl.weights.manifest import Manifest
 
 log = get_logger(__name__)
 Result = TypeVar("Result")
+SLOW = 0.9  # of the phase deadline: an engine that fails later than that has run into a deadline of its own
 GRACE_S = 2.0  # what an engine may exceed the deadline it was given, before the call is given up from outside
 
 
@@ -90,7 +94,8 @@ class Updates:
     async def close(self, timeout_s: float) -> None:
         """After the tasks have ended: let a running commit finish, then leave the group; each bounded by timeout_s."""
         if self._commit_task is not None:
-            done, _ = await asyncio.wait([self._commit_task], timeout=timeout_s)
+            with waiting("the engine to finish the commit that the last membership began"):
+                done, _ = await asyncio.wait([self._commit_task], timeout=timeout_s)
             for task in done:
                 if isinstance(failure := task.exception(), EngineDead):
                     raise failure
@@ -138,11 +143,11 @@ class Updates:
         update = self._update = _Update(message)
         manifest = Manifest.from_dict(message.manifest)
         spec = self._joined_or_new(message)
-        self.phase = f"preparing {update.name}"
+        self._in_phase("preparing", update.name)
         await self._bounded(self._engine.prepare(spec, manifest, message.timeout_s), "prepare", message, message.timeout_s)
         self._spec = spec
         await self._say(Prepared(membership=message.membership, version=message.version))
-        self.phase = f"receiving {update.name}"
+        self._in_phase("receiving", update.name)
         # each bucket is bounded by the group's own timeout; the learner sends them at its micro-batch boundaries
         limit_s = message.timeout_s * (1 + len(manifest.buckets))
         digests = await self._bounded(self._engine.staged(limit_s), "receive", message, limit_s)
@@ -173,7 +178,7 @@ class Updates:
             raise WeightsError(
                 f"weights {update.name} are damaged: {len(arrived)} of {len(sent)} buckets, {len(wrong)} with another digest"
             )
-        self.phase = f"committing {update.name}"
+        self._in_phase("committing", update.name)
         call = self._engine.commit(update.name, self._in_flight, prepare.timeout_s)
         self._commit_task = asyncio.create_task(self._bounded(call, "commit", prepare, prepare.timeout_s), name="commit")
         try:
@@ -184,16 +189,24 @@ class Updates:
         self.counts["updates_committed"] += 1
         await self._say(Committed(membership=prepare.membership, version=prepare.version, checksum=checksum))
 
-    @staticmethod
-    async def _bounded(call: Awaitable[Result], phase: str, message: Prepare, timeout_s: float) -> Result:
+    def _in_phase(self, phase: str, name: WeightName) -> None:
+        self.phase = f"{phase} {name}"
+        log.debug("%s", self.phase)
+
+    async def _bounded(self, call: Awaitable[Result], phase: str, message: Prepare, timeout_s: float) -> Result:
+        name = f"{message.incarnation}:{message.version} of membership {message.membership}"
+        begin = time.monotonic()
         try:
-            async with asyncio.timeout(timeout_s + GRACE_S):
-                return await call
+            with waiting(f"the engine to {phase} {name}"):
+                async with asyncio.timeout(timeout_s + GRACE_S):
+                    return await call
         except TimeoutError:
-            raise WeightsError(
-                f"the engine did not finish to {phase} {message.incarnation}:{message.version} of membership "
-                f"{message.membership} within {timeout_s:g} s"
-            ) from None
+            stacks.dump(f"the engine did not finish to {phase} {name}", self._engine.core_pid)
+            raise WeightsError(f"the engine did not finish to {phase} {name} within {timeout_s:g} s") from None
+        except WeightsError as e:
+            if time.monotonic() - begin > SLOW * message.timeout_s:  # a deadline within the engine has passed
+                stacks.dump(f"{phase} {name}: {e}", self._engine.core_pid)
+            raise
 
     def _ignored(self, message: Prepare | Commit) -> None:
         self.counts["updates_ignored"] += 1

@@ -20,6 +20,7 @@ import numpy as np
 
 from async_rl.config import Config
 from async_rl.observability.log import get_logger
+from async_rl.observability.waiting import waiting
 from async_rl.rollout import vllm_setup
 from async_rl.rollout.engine import EngineDead, InFlight
 from async_rl.rollout.stopped import leaving
@@ -91,6 +92,7 @@ class VllmEngine:
         self.stall_s = 0.0  # from pause to resume, at the last commit
         self._engine = engine
         self._core = core
+        self.core_pid = core.pid
         self._private_dir = private_dir
         model = engine.model_config
         self._end_ids = vllm_setup.end_token_ids(model.hf_config, model.model, model.trust_remote_code)
@@ -110,7 +112,7 @@ class VllmEngine:
         private_dir = tempfile.mkdtemp(prefix="arl-")
         started = time.monotonic()
         try:
-            with leaving(lambda: shutil.rmtree(private_dir, ignore_errors=True)):
+            with leaving(lambda: shutil.rmtree(private_dir, ignore_errors=True)), waiting("vLLM to start", normal=True):
                 return cls(*vllm_setup.start(config, private_dir, timeout_s, log_level), private_dir)
         except Exception as e:
             shutil.rmtree(private_dir, ignore_errors=True)
@@ -119,6 +121,11 @@ class VllmEngine:
             ) from e
         finally:
             log.info("starting vLLM took %.1f s", time.monotonic() - started)
+
+    @property
+    def serving(self) -> str:
+        """See Engine.serving."""
+        return self._label
 
     # ---- sampling
 
@@ -164,8 +171,9 @@ class VllmEngine:
     async def _idle_core(self, call: Awaitable[T]) -> T:
         """A core with nothing to do answers at once; raises EngineDead for one that does not."""
         try:
-            async with asyncio.timeout(IDLE_CORE_S):
-                return await self._alive(call)
+            with waiting("the idle engine core to take up a batch"):
+                async with asyncio.timeout(IDLE_CORE_S):
+                    return await self._alive(call)
         except TimeoutError:
             raise EngineDead(f"the idle engine core has not answered for {IDLE_CORE_S:g} s") from None
 

@@ -11,9 +11,12 @@ import asyncio
 import time
 from collections import Counter
 from collections.abc import Coroutine
+from typing import Any
 
-from async_rl.config import Config
+from async_rl.config import Config, TransportConfig
+from async_rl.observability import stacks
 from async_rl.observability.log import get_logger
+from async_rl.observability.waiting import waiting
 from async_rl.rollout.engine import EngineDead
 from async_rl.rollout.join import Door, Ended, Fatal, Joined, Rejoin
 from async_rl.rollout.outbox import Outbox
@@ -32,7 +35,8 @@ class Worker:
         self.config, self.sampler, self.door = config, sampler, door
         self.counts: Counter[str] = Counter()
         self.outbox = Outbox(resend_s=config.transport.heartbeat_timeout_s)
-        self.pulse = Pulse(sampler, every_s=config.transport.heartbeat_s, timeout_s=config.transport.connect_timeout_s)
+        self.pulse = Pulse(sampler, config.transport)
+        self.membership: Membership | None = None  # while it serves one
 
     async def run(self) -> str:
         """Serve until the learner ends the run; returns its reason. Raises Fatal, Unreachable or EngineDead."""
@@ -44,7 +48,7 @@ class Worker:
                 return str(end)
             self.pulse.restart()  # the wait for a learner may have been long; its first heartbeat must not say so
             log.info("joined as %s, incarnation %d", joined.welcome.rollout_id, joined.welcome.incarnation)
-            membership = Membership(self, joined)
+            membership = self.membership = Membership(self, joined)
             try:
                 await membership.serve()
             except Ended as end:
@@ -58,6 +62,15 @@ class Worker:
             except BaseException as why:
                 await membership.goodbye(_reason(why))
                 raise
+            finally:
+                self.membership = None
+
+    def status(self) -> dict[str, Any]:
+        """For people, from another thread."""
+        engine, membership = self.sampler.engine, self.membership
+        said = {"weights": engine.serving, "unacknowledged": len(self.outbox), "core": engine.core_pid}
+        said |= {"core_age_s": self.pulse.age_s, "state": "joining", "leases": 0}
+        return said | (membership.status() if membership else {})
 
     def summary(self) -> dict[str, int]:
         """Everything counted, for the log's last line."""
@@ -74,6 +87,17 @@ class Membership:
         self.updates: Updates | None = None
         self.heard_s = time.monotonic()
 
+    def status(self) -> dict[str, Any]:
+        """What `Worker.status` knows only of a member."""
+        said = {"id": self.welcome.rollout_id, "learner_age_s": time.monotonic() - self.heard_s, "state": self.phase}
+        return said | ({"leases": self.scheduler.num_leases} if self.scheduler else {})
+
+    @property
+    def phase(self) -> str:
+        """What it does, in a word or two."""
+        sampling = self.scheduler is not None and self.scheduler.num_running
+        return (self.updates.phase if self.updates else "") or ("sampling" if sampling else "idle")
+
     async def serve(self) -> None:
         """Read, beat, watch, push, until one of them ends it; raises Ended, Rejoin, Fatal or EngineDead."""
         worker, config = self.worker, self.worker.config
@@ -88,7 +112,7 @@ class Membership:
                     tasks,
                     self.scheduler.run(),
                     self._read(self.scheduler, self.updates),
-                    self._beat(self.scheduler, self.updates),
+                    self._beat(self.scheduler),
                     self._watch(),
                     worker.outbox.run(self.link, self.welcome.rollout_id),
                     worker.pulse.run(),
@@ -133,6 +157,8 @@ class Membership:
         scheduler.lease(lease)
 
     def _error(self, error: Error) -> None:
+        if f"{self.welcome.rollout_id} was expelled" in error.text:  # it did not do something in time: what did it do?
+            stacks.dump(f"the learner says: {error.text}", self.worker.sampler.engine.core_pid)
         if error.code == "fatal":
             raise Fatal(error.text)
         if error.code == "rejoin":
@@ -143,7 +169,7 @@ class Membership:
         self.worker.counts["messages_ignored"] += 1
         log.warning("ignored a message that does not belong here: %s", repr(message)[:200])
 
-    async def _beat(self, scheduler: Scheduler, updates: Updates) -> None:
+    async def _beat(self, scheduler: Scheduler) -> None:
         engine, pulse = self.worker.sampler.engine, self.worker.pulse
         while True:
             beat = Heartbeat(
@@ -151,7 +177,7 @@ class Membership:
                 num_running=scheduler.num_running,
                 generated_tokens=engine.generated_tokens,
                 engine_age_s=pulse.age_s,
-                phase=updates.phase or ("sampling" if scheduler.num_running else "idle"),
+                phase=self.phase,
             )
             await self.link.send(beat)
             await asyncio.sleep(pulse.every_s)
@@ -186,11 +212,12 @@ class Membership:
 
 
 class Pulse:
-    """The engine core's sign of life: a round trip every every_s, given up after timeout_s."""
+    """The engine core's sign of life: a round trip with every heartbeat, given up after connect_timeout_s."""
 
-    def __init__(self, sampler: Sampler, every_s: float, timeout_s: float) -> None:
-        self.every_s = every_s
-        self._engine, self._timeout_s = sampler.engine, timeout_s
+    def __init__(self, sampler: Sampler, transport: TransportConfig) -> None:
+        self.every_s = transport.heartbeat_s
+        self._engine, self._timeout_s = sampler.engine, transport.connect_timeout_s
+        self._silent_s = transport.heartbeat_timeout_s
         self._answered_s = time.monotonic()
 
     @property
@@ -208,14 +235,19 @@ class Pulse:
         It asks again every every_s, for a question that was under way when the core died may never be answered.
         """
         asked: set[asyncio.Task[None]] = set()
+        begin, told = time.monotonic(), False
         try:
-            while True:
-                asked.add(asyncio.create_task(self._engine.ping(self._timeout_s), name="ping"))
-                done, _ = await asyncio.wait(asked, timeout=self.every_s, return_when=asyncio.FIRST_COMPLETED)
-                for answered in done:
-                    answered.result()
-                    self._answered_s = time.monotonic()
-                    return
+            with waiting("the engine core to answer"):
+                while True:
+                    asked.add(asyncio.create_task(self._engine.ping(self._timeout_s), name="ping"))
+                    done, _ = await asyncio.wait(asked, timeout=self.every_s, return_when=asyncio.FIRST_COMPLETED)
+                    for answered in done:
+                        answered.result()
+                        self._answered_s = time.monotonic()
+                        return
+                    if not told and (silent_s := time.monotonic() - begin) > self._silent_s:
+                        told = True
+                        stacks.dump(f"the engine core has not answered for {silent_s:.1f} s", self._engine.core_pid)
         finally:
             for task in asked:
                 task.cancel()

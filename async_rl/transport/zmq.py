@@ -18,6 +18,7 @@ from collections import Counter
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
+from async_rl.observability.waiting import waiting
 from async_rl.transport.base import Event, Peer, TransportError
 from async_rl.transport.codec import CONTROL_MAX_BYTES, BadMessage, decode, encode, encode_group
 from async_rl.transport.intake import Intake
@@ -233,7 +234,8 @@ class ZmqLink:
                     control = self._current_control()
                     if control.try_send([content]):
                         return
-                    await control.writable()
+                    with waiting("the learner to take a message", normal=True):
+                        await control.writable()
         except TimeoutError:
             raise TransportError(
                 f"cannot reach the learner at {self.control_address}: no message taken for {self._heartbeat_timeout_s} s, "

@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
+from async_rl.observability.waiting import waiting
 from async_rl.weights.base import WeightsError
 from async_rl.weights.checksum import digest, finish, tensor_sum
 from async_rl.weights.group import GroupSpec, WeightGroup
@@ -101,15 +102,18 @@ class Receiver:
                 self.manifest.num_bytes, dtype=torch.uint8, device=self.spec.device, pin_memory=self._pinned
             )
         staging = self._staging
+        who = f"membership {self.spec.membership}, as rank {self.spec.rank} of {self.spec.world_size}"
         if self._group is None:
-            self._group = WeightGroup(self.spec)
-        views = list(self._views(staging))
+            with waiting(f"the weight group of {who}, to form"):
+                self._group = WeightGroup(self.spec)
+        views, num_buckets = list(self._views(staging)), len(self.manifest.buckets)
         with ThreadPoolExecutor(1, thread_name_prefix="digest") as pool:  # checking overlaps the next broadcast
             checks = []
-            for bucket in self.manifest.buckets:
+            for bucket_number, bucket in enumerate(self.manifest.buckets):
                 if self._closed:
                     raise WeightsError(f"membership {self.spec.membership} was left while weights were arriving")
-                self._group.broadcast(staging[bucket.start : bucket.end])
+                with waiting(f"the learner to send bucket {bucket_number} of {num_buckets} to {who}"):
+                    self._group.broadcast(staging[bucket.start : bucket.end])
                 checks.append(pool.submit(_check, bucket, staging[bucket.start : bucket.end], self.manifest, views))
             found = [check.result() for check in checks]
         self.checksum = finish(sum(total for _, total in found))
