@@ -38,7 +38,7 @@ def test_a_run_outlives_a_rank_of_its_hybrid_learner_and_goes_on_with_fewer_rank
         run.wait_until("the second life", lambda: "resumed version" in run.text(), 120)
         result = run.finish(200)
     said = (run.run_dir / "logs" / "learner.log").read_text()
-    assert "learner: rank 0 has lost another rank" in said and "Traceback" not in said
+    assert "learner: rank 0 has lost rank 1: " in said and "Traceback" not in said
     assert [row["step"] for row in run.steps()] == list(range(1, 13))
     assert {row["incarnation"] for row in run.steps()} == {1, 2}
     assert_books_balance(result, trained=48)
