@@ -49,6 +49,23 @@ def test_a_run_outlives_a_rank_of_its_hybrid_learner_and_goes_on_with_fewer_rank
     assert_books_balance(result, trained=60)
 
 
+def test_a_learner_rank_that_freezes_is_named_and_the_run_goes_on_from_its_checkpoint(tmp_path: Path, model: str) -> None:
+    quick = ("learner.ranks=2", "learner.step_timeout_s=10", "checkpoint.every=3")
+    with train(tmp_path, *TOY, *quick, model, "num_steps=12") as run:
+        run.wait_until("a checkpoint and a step more", lambda: len(run.steps()) >= 4, 200)
+        rollout_0, frozen = run.pids("async_rl.rollout", "rollout-0"), _rank(run, 1)
+        os.kill(frozen, signal.SIGSTOP)
+        run.wait_until("the second life", lambda: "resumed version" in run.text(), 200)
+        assert not Path(f"/proc/{frozen}").exists()
+        assert run.pids("async_rl.rollout", "rollout-0") == rollout_0
+        result = run.finish(200)
+    said = (run.run_dir / "logs" / "learner.log").read_text()
+    assert "learner: rank 0 has lost rank 1: " in said and "Traceback" not in said
+    assert "the learner lost one of its ranks; starting it again from its checkpoint (restart 1)" in run.text()
+    assert [row["step"] for row in run.steps()] == list(range(1, 13))
+    assert_books_balance(result, trained=48)
+
+
 def test_without_rollouts_of_its_own_a_run_waits_for_those_started_by_hand(tmp_path: Path, model: str) -> None:
     with train(tmp_path, *BY_HAND, model, "num_steps=40", "rollout.num_slots=4") as run:
         run.wait_until("the invitation", lambda: "start rollouts by hand with `async-rl rollout" in run.text(), 120)

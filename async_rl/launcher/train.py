@@ -255,6 +255,7 @@ class Supervisor:
         if not self._learner_restarts.allow(self._checkpoint() != self._newest):
             return False
         _say(f"the learner {_how(code)}; starting it again from its checkpoint ({self._learner_restarts})")
+        self._pipes.drop(self._learner)  # what it left may hold the other end
         end_all([self._learner], 0.0, own_children())  # its ranks are gone with it; what they left is not
         self._learner = self._start_learner()
         return True
