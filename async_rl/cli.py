@@ -16,7 +16,8 @@ QUIET = {"TORCH_CPP_LOG_LEVEL": "ERROR", "PYTHONWARNINGS": "ignore"}
 EXIT_CODES = """\
 exit codes: 0 done; 1 an engine died, or something unforeseen; 2 a mistake in the configuration or the command; 3 no rollout
 is left, or a rollout cannot reach the learner; 4 training failed, no answer could be scored, or an evaluation was not answered
-in time; 5 the books do not balance; 128 + n stopped by signal n (130 is Ctrl-C)"""
+in time; 5 the books do not balance; 6 a learner rank was lost, and there is no checkpoint to go on from; 128 + n stopped by
+signal n (130 is Ctrl-C)"""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -70,6 +71,15 @@ def _parser() -> argparse.ArgumentParser:
     sub.add_argument("run_dir", metavar="RUN_DIR", help="folder with config.yaml and learner.json")
     sub.add_argument("--name", required=True, metavar="NAME", help="its own within the run, for example rollout-7")
 
+    sub = _add(
+        commands, "replay", _replay, "train again on the batches that a run with record=true has taken, without rollouts"
+    )
+    sub.add_argument("run_dir", metavar="RUN_DIR", help="folder of the recorded run")
+    sub.add_argument(
+        "--out", required=True, type=Path, metavar="DIR", help="run folder of the replay; the same one goes on with it"
+    )
+    sub.add_argument("overrides", metavar="key=value", nargs="*", default=[], help="for example learner.ranks=2")
+
     sub = _add(commands, "export", _export, "a checkpoint as a Hugging Face folder, also while the run goes on")
     sub.add_argument("run_dir", metavar="RUN_DIR", help="folder of a run")
     sub.add_argument("--out", required=True, type=Path, metavar="DIR", help="folder to write; must not exist")
@@ -116,6 +126,12 @@ def _train(arguments: argparse.Namespace) -> int:
     from async_rl.launcher.train import train
 
     return train(arguments.config, arguments.overrides)
+
+
+def _replay(arguments: argparse.Namespace) -> int:
+    from async_rl.launcher.replay import replay
+
+    return replay(_run_dir(arguments.run_dir), arguments.out.absolute(), arguments.overrides)
 
 
 def _check(arguments: argparse.Namespace) -> int:

@@ -13,7 +13,7 @@ import sys
 import time
 from pathlib import Path
 
-from async_rl.observability.process import PARENT_PID, die_with_parent
+from async_rl.observability.process import EXIT_LOST_RANK, PARENT_PID, die_with_parent
 
 
 def launcher(learner_mode: str, rollout_mode: str, run_dir: str) -> int:
@@ -67,9 +67,16 @@ def learner(mode: str, run_dir: str) -> int:
         time.sleep(0.3)
         print("learner: data.path is absent", file=sys.stderr)
         return 2
-    if mode == "killed_once" and not (folder / "checkpoints" / "latest").exists():
-        (folder / "checkpoints" / "latest").mkdir(parents=True)
+    lives = len(list(folder.glob("learner.*")))
+    if (mode == "killed_once" and lives == 1) or (mode == "killed_often" and lives < 7) or mode == "killed_in_vain":
+        (folder / "checkpoints").mkdir(exist_ok=True)
+        number = lives if mode == "killed_often" else 1
+        (folder / "checkpoints" / "latest").write_text(f"step_{number:06d}\n")
         os.kill(os.getpid(), signal.SIGKILL)
+    if mode == "loses_a_rank" and lives == 1:
+        (folder / "checkpoints").mkdir()
+        (folder / "checkpoints" / "latest").write_text("step_000001\n")
+        return EXIT_LOST_RANK
     if mode == "waits_for_second_rollout":
         wait_for(lambda: len(list(folder.glob("rollout.*"))) >= 2)
     print("step 1/1", flush=True)

@@ -16,7 +16,7 @@ SMALL = {"num_steps": 4, "groups_per_step": 2, "group_size": 2, "model": {"path"
 
 # Adding a key is a visible decision: it is one more thing a user must know.
 KEYS = """
-seed run_dir num_steps max_staleness on_stale groups_per_step group_size group_size_end adaptive_group_sizes i_know
+seed run_dir num_steps max_staleness on_stale groups_per_step group_size group_size_end adaptive_group_sizes record i_know
 model.path model.make model.max_model_len model.trust_remote_code
 data.dataset data.options data.path data.heldout_path data.num_items data.prompt data.chat data.system data.reward
 data.heldout_fraction

@@ -15,6 +15,7 @@ import pytest
 
 from async_rl.launcher.plan import ProcessSpec
 from async_rl.launcher.processes import Child, Pipes
+from async_rl.launcher.restarts import Restarts
 
 FAKES = Path(__file__).with_name("launcher_fakes.py")
 
@@ -192,7 +193,7 @@ def test_a_rollout_that_breaks_the_same_way_twice_ends_the_run_within_15_s(launc
     assert code == 3 and time.monotonic() - begin < 15 + 10  # 10 s for three Pythons to start on a busy machine
     assert len(run.pids("rollout")) == 2, "one second chance, then no more of the same"
     again, gone, last = (line for line in err.splitlines() if "rollout-0 ended with exit code 1" in line)
-    assert 'its last words: "rollout: the engine refuses this model"; starting it again (1 of 3)' in again
+    assert 'its last words: "rollout: the engine refuses this model"; starting it again (restart 1, 1 of 3 in a row' in again
     assert again.endswith("logs/rollout-0.log") and "as before; it is not started again" in gone
     assert last.endswith("logs/rollout-0.log:") and "    rollout: the engine refuses this model" in err.splitlines()
     said = json.loads(out.splitlines()[-1])
@@ -206,7 +207,7 @@ def test_a_rollout_that_is_killed_is_started_again(launch):
     run = launch("waits_for_second_rollout", "killed_once")
     code, out, err = run.end()
     assert code == 0, err
-    assert "rollout-0 was killed by SIGKILL; starting it again (1 of 3)" in err
+    assert "rollout-0 was killed by SIGKILL; starting it again (restart 1, 1 of 3 in a row without progress)" in err
     assert json.loads(out.splitlines()[-1]) == {"reward_last": 1.0}
 
 
@@ -214,8 +215,37 @@ def test_a_learner_that_is_killed_is_started_again_when_there_is_a_checkpoint(la
     run = launch("killed_once", "waits_for_end")
     code, out, err = run.end()
     assert code == 0, err
-    assert len(run.pids("learner")) == 2 and "from its checkpoint (1 of 3)" in err
+    assert len(run.pids("learner")) == 2 and "from its checkpoint (restart 1)" in err
     assert out.splitlines()[:-1] == ["step 1/1"]
+
+
+def test_a_learner_that_is_killed_goes_on_as_often_as_its_lives_leave_a_newer_checkpoint(launch):
+    run = launch("killed_often", "waits_for_end")
+    code, _, err = run.end()
+    assert code == 0, err
+    assert len(run.pids("learner")) == 7 and "from its checkpoint (restart 6)" in err
+
+
+def test_a_learner_whose_lives_come_to_nothing_is_started_again_three_times(launch):
+    run = launch("killed_in_vain", "waits_for_end")
+    code, _, err = run.end()
+    assert code == 128 + signal.SIGKILL
+    assert len(run.pids("learner")) == 5, "the first left a checkpoint, the other four none"
+    assert "(restart 1)" in err and "(restart 4, 3 of 3 in a row without progress)" in err
+
+
+def test_a_learner_that_lost_a_rank_is_started_again_from_its_checkpoint(launch):
+    run = launch("loses_a_rank", "waits_for_end")
+    code, _, err = run.end()
+    assert code == 0, err
+    assert len(run.pids("learner")) == 2 and "the learner lost one of its ranks; starting it again from its checkpoint" in err
+
+
+def test_a_rollout_that_has_served_for_a_while_has_earned_its_restarts_back():
+    restarts = Restarts()
+    assert [restarts.allow(fruitful) for fruitful in (False, False, False, True, False, False, False)] == [True] * 7
+    assert str(restarts) == "restart 7, 3 of 3 in a row without progress"
+    assert not restarts.allow(False) and restarts.count == 7
 
 
 def test_ctrl_c_reaches_each_rank_once_and_a_run_without_a_step_says_that_it_was_stopped(launch, tmp_path):

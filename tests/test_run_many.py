@@ -38,7 +38,7 @@ def test_a_run_outlives_a_rank_of_its_hybrid_learner_and_goes_on_with_fewer_rank
         run.wait_until("the second life", lambda: "resumed version" in run.text(), 120)
         result = run.finish(200)
     said = (run.run_dir / "logs" / "learner.log").read_text()
-    assert "learner: rank 0 has lost another rank" in said and "Traceback" not in said
+    assert "learner: rank 0 has lost rank 1: " in said and "Traceback" not in said
     assert [row["step"] for row in run.steps()] == list(range(1, 13))
     assert {row["incarnation"] for row in run.steps()} == {1, 2}
     assert_books_balance(result, trained=48)
@@ -47,6 +47,23 @@ def test_a_run_outlives_a_rank_of_its_hybrid_learner_and_goes_on_with_fewer_rank
     assert "resumed version 12 as incarnation 3" in again.text()
     assert [row["step"] for row in again.steps()] == list(range(1, 16))
     assert_books_balance(result, trained=60)
+
+
+def test_a_learner_rank_that_freezes_is_named_and_the_run_goes_on_from_its_checkpoint(tmp_path: Path, model: str) -> None:
+    quick = ("learner.ranks=2", "learner.step_timeout_s=10", "checkpoint.every=3")
+    with train(tmp_path, *TOY, *quick, model, "num_steps=12") as run:
+        run.wait_until("a checkpoint and a step more", lambda: len(run.steps()) >= 4, 200)
+        rollout_0, frozen = run.pids("async_rl.rollout", "rollout-0"), _rank(run, 1)
+        os.kill(frozen, signal.SIGSTOP)
+        run.wait_until("the second life", lambda: "resumed version" in run.text(), 200)
+        assert not Path(f"/proc/{frozen}").exists()
+        assert run.pids("async_rl.rollout", "rollout-0") == rollout_0
+        result = run.finish(200)
+    said = (run.run_dir / "logs" / "learner.log").read_text()
+    assert "learner: rank 0 has lost rank 1: " in said and "Traceback" not in said
+    assert "the learner lost one of its ranks; starting it again from its checkpoint (restart 1)" in run.text()
+    assert [row["step"] for row in run.steps()] == list(range(1, 13))
+    assert_books_balance(result, trained=48)
 
 
 def test_without_rollouts_of_its_own_a_run_waits_for_those_started_by_hand(tmp_path: Path, model: str) -> None:

@@ -31,6 +31,7 @@ from async_rl.learner.model import hf_named_parameters
 from async_rl.learner.progress import Progress
 from async_rl.learner.publish import Publisher
 from async_rl.learner.rank import Rank
+from async_rl.learner.saver import Saver
 from async_rl.learner.shaping import RewardShaping
 from async_rl.learner.signals import Stop
 from async_rl.learner.sizes import sizes_of
@@ -136,21 +137,12 @@ class Training:
         self.commands = Commands()
         rank = Rank(policy, optimizer, self, source, self.commands, checkpointer, None, None)  # pyright: ignore[reportArgumentType]
         best = Best(checkpointer.directory, version if state else None, self._notice)
-        self.trainer = Trainer(
-            self.config,
-            rank,
-            self.control,
-            self.publisher,
-            progress,
-            [],
-            self.stop,
-            version,
-            lambda: pack_state(self.trainer.version, kept),
-            best,
-            kept.gate,
-            kept.shaping,
+        saved = version if state else -1
+        self.saver = Saver(
+            self.config.checkpoint, rank, lambda at: pack_state(at, kept), best, kept.gate, progress, None, saved
         )
-        self.trainer.saved = version if state else -1
+        own = (self.stop, version, self.saver, best, kept.gate, kept.shaping)
+        self.trainer = Trainer(self.config, rank, self.control, self.publisher, progress, [], *own)
 
     def train(self, monkeypatch: Any, delay_s: float = 0.0) -> tuple[int, str, str]:
         """To the end, with one rollout; (exit code, status, reason), as `lead` has them. The books are closed."""

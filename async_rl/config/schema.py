@@ -210,6 +210,8 @@ class Config(Section):
     adaptive_group_sizes: tuple[Answers, Answers] | None = Field(default=None, strict=False)
     """Smallest and largest group, instead of `group_size` for all: prompts whose groups carried a signal less often get more of
     the same number of answers."""
+    record: bool = False
+    """Write every batch that a step takes to `run_dir/record`, so that `async-rl replay` can train on them again."""
     i_know: bool = False
     """Train on stale tokens without the correction that they need, as in an ablation."""
     model: ModelConfig

@@ -40,6 +40,15 @@ def inspect(config: Config, plan: Plan, machine: Machine, run_dir: Path) -> None
     check_run_dir(run_dir)
 
 
+def inspect_replay(config: Config, plan: Plan, machine: Machine, run_dir: Path) -> None:
+    """The same for one without rollouts, data and sockets."""
+    check_model(config)
+    check_critic(config)
+    check_devices(config, plan, machine)
+    check_memory(config, plan, machine)
+    check_run_dir(run_dir)
+
+
 def check_model(config: Config) -> None:
     path = Path(config.model.path)
     if path.is_dir():

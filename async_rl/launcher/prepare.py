@@ -24,11 +24,19 @@ from async_rl.launcher import preflight
 from async_rl.launcher.machine import find_machine
 from async_rl.launcher.plan import Machine, Plan, ProcessSpec, log_path, make_plan
 from async_rl.observability.files import replace_file
-from async_rl.observability.finished import RESULT, steps_done
+from async_rl.observability.finished import REPLAY, RESULT, steps_done
 
 CONFIG = "config.yaml"
 UNSET = "(unset)"
 PREVIOUS = "result.previous.json"  # so that the last run's result is never taken for the next one's, and is not lost either
+
+
+@dataclass(frozen=True)
+class Replay:
+    """What the learner shall train on instead of rollouts: a record, and which keys were given for it by hand."""
+
+    record: Path
+    given: list[str]
 
 
 @dataclass
@@ -39,6 +47,7 @@ class Prepared:
     run_dir: Path
     plan: Plan
     machine: Machine
+    replay: Replay | None = None
 
 
 def prepare(config_path: str, overrides: list[str]) -> Prepared:
@@ -48,10 +57,10 @@ def prepare(config_path: str, overrides: list[str]) -> Prepared:
     machine = find_machine()
     plan = make_plan(config, run_dir, machine)
     preflight.inspect(config, plan, machine, run_dir)
-    return Prepared(_resolve(config, run_dir, plan), run_dir, plan, machine)
+    return Prepared(resolve(config, run_dir, plan), run_dir, plan, machine)
 
 
-def _resolve(config: Config, run_dir: Path, plan: Plan) -> Config:
+def resolve(config: Config, run_dir: Path, plan: Plan) -> Config:
     """Settle what depends on this host: absolute paths, and the weights' backend for the GPUs the plan gives out."""
     tree = config.model_dump(mode="json")
     tree["run_dir"] = str(run_dir)
@@ -85,6 +94,7 @@ def claim(prepared: Prepared) -> tuple[IO[str], str]:
         raise ConfigError(f"run_dir is {run_dir}, where another run is at work: choose another, or wait for it") from None
     try:
         _check_run_id(run_dir / "run.json")
+        _check_kind(prepared)
         news = _news(prepared)
         _begin(prepared)
     except ConfigError:
@@ -99,6 +109,9 @@ def _begin(prepared: Prepared) -> None:
     try:
         if not (run_dir / "run.json").exists():
             replace_file(run_dir / "run.json", json.dumps({"run_id": secrets.token_hex(8)}).encode())
+        if prepared.replay:
+            order = {"record": str(prepared.replay.record), "given": prepared.replay.given}
+            replace_file(run_dir / REPLAY, json.dumps(order).encode())
         text = yaml.safe_dump(prepared.config.model_dump(mode="json"), sort_keys=False)
         replace_file(run_dir / CONFIG, text.encode())
         if (run_dir / RESULT).exists():
@@ -139,6 +152,25 @@ def _check_run_id(path: Path) -> None:
         known = False
     if not known:
         raise ConfigError(f"{path} is damaged, so the run that the folder holds has no name: choose another run_dir")
+
+
+def _check_kind(prepared: Prepared) -> None:
+    """A run goes on in the folder of a run, a replay in that of a replay of the same record."""
+    run_dir, asked = prepared.run_dir, prepared.replay
+    if asked is None:
+        if (run_dir / REPLAY).exists():
+            raise ConfigError(f"run_dir is {run_dir}, which holds a replay: choose another for a run")
+        return
+    if not (run_dir / REPLAY).exists():
+        if (run_dir / CONFIG).exists():
+            raise ConfigError(f"--out is {run_dir}, which holds a run: choose another for a replay")
+        return
+    try:
+        record = json.loads((run_dir / REPLAY).read_text())["record"]
+    except (OSError, ValueError, LookupError, TypeError):
+        record = "something that cannot be read"
+    if record != str(asked.record):
+        raise ConfigError(f"--out is {run_dir}, which holds a replay of {record}: choose another for one of {asked.record}")
 
 
 def _news(prepared: Prepared) -> str:

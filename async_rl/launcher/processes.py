@@ -170,11 +170,16 @@ class Pipes:
                 self._unfinished[child] = rest
                 self._pass_on(child, lines + newline)
             if data == b"":
-                if rest := self._unfinished.pop(child, b""):
-                    self._pass_on(child, rest + b"\n")
-                self._selector.unregister(key.fileobj)
+                self.drop(child)
         if not self._selector.get_map():
             time.sleep(timeout_s)
+
+    def drop(self, child: Child) -> None:
+        """Nothing more is wanted of it. Call it before its end of the pipe is closed: the number of that goes to the next."""
+        if rest := self._unfinished.pop(child, b""):
+            self._pass_on(child, rest + b"\n")
+        if child.popen.stdout in self._selector.get_map():
+            self._selector.unregister(child.popen.stdout)
 
     def _pass_on(self, child: Child, data: bytes) -> None:
         self._show(data)

@@ -6,9 +6,11 @@ stdout is its JSON.
 
     a child ends            what follows
     rollout, 0              it was told END, or left; nothing, unless it was the last one
-    rollout, otherwise      started again, 3 times; not when it fails as it did the time before (same last words)
+    rollout, otherwise      started again; not after 3 restarts in a row that did not serve for EARNED_S, nor when it fails as
+                            it did the time before (same last words)
     last rollout            learner is asked to stop, exit code 3
-    learner, by a signal    started again from its checkpoint, 3 times, if there is one
+    learner, by a signal,   started again from its checkpoint, if there is one; not after 3 restarts in a row without a new one
+    or for a lost rank
     learner, otherwise      its exit code is the run's
     torchrun without ranks  killed after a while; what they said counts
 """
@@ -28,11 +30,12 @@ from async_rl.launcher.ending import Ending, learners_result, settle
 from async_rl.launcher.plan import ProcessSpec
 from async_rl.launcher.prepare import Before, Prepared, claim, install_model, model_recipe, prepare, unfinished
 from async_rl.launcher.processes import Child, Orphans, Pipes, end_all, own_children
+from async_rl.launcher.restarts import Restarts
 from async_rl.launcher.watching import Watch
-from async_rl.observability.process import adopt_orphans
+from async_rl.observability.process import EXIT_LOST_RANK, adopt_orphans
 
 EXIT_BUG, EXIT_CONFIG, EXIT_ROLLOUTS_GONE = 1, 2, 3
-MAX_RESTARTS = 3
+EARNED_S = 300.0  # a rollout that lived so long has served: its earlier restarts are forgiven
 POLL_S = 0.1
 STOP_GRACE_S = 300.0  # after a signal, for the checkpoint and the end of the books
 END_GRACE_S = 10.0  # for a process that has nothing left to save
@@ -120,9 +123,10 @@ class Rollout:
 
     spec: ProcessSpec
     child: Child
-    restarts: int = 0
+    restarts: Restarts = field(default_factory=Restarts)
     last_line: str | None = None  # of the life before; None before the first end
     gone: bool = field(default=False)
+    born_s: float = field(default_factory=time.monotonic)
 
 
 class Supervisor:
@@ -133,7 +137,8 @@ class Supervisor:
         self._word = word
         self._signals = signals
         self._bystanders = own_children()
-        self._learner_restarts = 0
+        self._learner_restarts = Restarts()
+        self._newest = ""  # checkpoint when the learner's life began
         self._heeded = 0  # signals already acted upon
         self._deadline: float | None = None  # of a learner that was asked to stop
         self._overdue = False  # it did not stop by then
@@ -161,7 +166,7 @@ class Supervisor:
         return [self._learner, *self._ended, *(r.child for r in self._rollouts)]
 
     def _start_learner(self) -> Child:
-        self._bare = False
+        self._bare, self._newest = False, self._checkpoint()
         self._orphans.forget()
         child = Child(self._prepared.plan.learner, piped=True)
         self._pipes.add(child)
@@ -216,19 +221,18 @@ class Supervisor:
         if rollout.gone or rollout.child.poll() is None:
             return
         code = rollout.child.poll() or 0
-        line = (rollout.child.tail(1) or [""])[-1]
-        same_again = code > 0 and line == rollout.last_line
+        line, served = (rollout.child.tail(1) or [""])[-1], time.monotonic() - rollout.born_s >= EARNED_S
+        same_again = code > 0 and line == rollout.last_line and not served
         rollout.last_line = line
         if code == 0 or self._stopping or self._learner.poll() is not None:
             rollout.gone = True
-        elif code == EXIT_CONFIG or same_again or rollout.restarts == MAX_RESTARTS:
+        elif code == EXIT_CONFIG or same_again or not rollout.restarts.allow(served):
             rollout.gone = True
             self._report(rollout, f"{_how(code)}{' as before' if same_again else ''}", "it is not started again")
         else:
-            rollout.restarts += 1
-            self._report(rollout, _how(code), f"starting it again ({rollout.restarts} of {MAX_RESTARTS})")
-            self._ended.append(rollout.child)
-            rollout.child = Child(rollout.spec)
+            self._report(rollout, _how(code), f"starting it again ({rollout.restarts})")
+            self._ended = [child for child in self._ended if child.poll() is None] + [rollout.child]
+            rollout.child, rollout.born_s = Child(rollout.spec), time.monotonic()
         if code != 0 and not self._stopping and all(r.gone for r in self._rollouts):
             self._failed = (EXIT_ROLLOUTS_GONE, rollout.child, f"no rollout is left: {rollout.spec.name} {_how(code)}")
             self._stop_learner(signal.SIGTERM, END_GRACE_S)
@@ -255,19 +259,25 @@ class Supervisor:
         _say(f"{rollout.spec.name} {how}{said}; {what_follows}; its log is {_short(rollout.spec.log)}")
 
     def _revive_learner(self) -> bool:
-        """Start a learner that a signal killed again, when there is a checkpoint to start from."""
+        """Start a learner that a signal killed, or that lost a rank, again, when there is a checkpoint to start from."""
         code = self._learners_code()
-        killed = code >= 128 and code not in ORDERLY
-        if not killed or self._stopping or self._learner_restarts == MAX_RESTARTS or not self._has_checkpoint():
+        lost = code == EXIT_LOST_RANK or (code >= 128 and code not in ORDERLY)
+        if not lost or self._stopping or not self._prepared.config.checkpoint.resume or not self._checkpoint():
             return False
-        self._learner_restarts += 1
-        _say(f"the learner {_how(code)}; starting it again from its checkpoint ({self._learner_restarts} of {MAX_RESTARTS})")
+        if not self._learner_restarts.allow(self._checkpoint() != self._newest):
+            return False
+        _say(f"the learner {_how(code)}; starting it again from its checkpoint ({self._learner_restarts})")
+        self._pipes.drop(self._learner)  # what it left may hold the other end
         end_all([self._learner], 0.0, own_children())  # its ranks are gone with it; what they left is not
         self._learner = self._start_learner()
         return True
 
-    def _has_checkpoint(self) -> bool:
-        return self._prepared.config.checkpoint.resume and (self._prepared.run_dir / "checkpoints" / "latest").exists()
+    def _checkpoint(self) -> str:
+        """The name of the newest one, or ""."""
+        try:
+            return (self._prepared.run_dir / "checkpoints" / "latest").read_text().strip()
+        except OSError:
+            return ""
 
     def _await_goodbyes(self) -> None:
         deadline = time.monotonic() + GOODBYE_S
@@ -317,6 +327,8 @@ def _name(number: int) -> str:
 
 
 def _how(code: int) -> str:
+    if code == EXIT_LOST_RANK:
+        return "lost one of its ranks"
     try:
         return f"was killed by {_name(-code if code < 0 else code - 128)}"
     except ValueError:

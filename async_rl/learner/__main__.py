@@ -23,11 +23,12 @@ from async_rl.envs.text import load_tokenizer
 from async_rl.learner import LearnerError
 from async_rl.learner.checkpoint import Checkpointer, holds_critic, step_of
 from async_rl.learner.commands import Commands
-from async_rl.learner.failure import RunStopped, lost_rank, tell
+from async_rl.learner.failure import RunStopped, lost_rank, missing_ranks, tell
 from async_rl.learner.lead import lead, weight_backend
 from async_rl.learner.model import hf_named_parameters, load_policy, make_mesh
 from async_rl.learner.optim import Optimizer, num_optimizer_steps
 from async_rl.learner.rank import Rank
+from async_rl.learner.replay import lead_replay, order_of
 from async_rl.learner.signals import Stop
 from async_rl.learner.state import unpack_state
 from async_rl.learner.step import PolicyUpdate
@@ -35,7 +36,7 @@ from async_rl.learner.trainer import follow
 from async_rl.learner.value_update import trains_critic
 from async_rl.observability import stacks
 from async_rl.observability.log import setup_logging
-from async_rl.observability.process import die_with_parent
+from async_rl.observability.process import EXIT_LOST_RANK, die_with_parent
 from async_rl.observability.status import StatusFile
 from async_rl.observability.waiting import waiting
 from async_rl.transport.base import TransportError
@@ -55,7 +56,8 @@ def main(run_dir: str) -> int:
         setup_logging(f"learner-{number}", folder / "logs" / f"learner-{number}.log", config.observe.log_level)
         device = _device(config)
         # first what a user may have got wrong, then what takes long to load
-        tasks = build_prompts(config, load_tokenizer(config.model)) if number == 0 else None
+        order = order_of(folder)
+        tasks = build_prompts(config, load_tokenizer(config.model)) if number == 0 and order is None else None
         _init_distributed(config, device)
         rank = _build(config, folder, device)
         status.look = lambda: {"state": rank.commands.doing}
@@ -63,9 +65,11 @@ def main(run_dir: str) -> int:
         if _has_critic(config, checkpoint):
             rank.make_critic()
         packed = rank.load(checkpoint) if checkpoint else None
+        state = unpack_state(packed, checkpoint) if number == 0 and packed is not None and checkpoint else None
         if tasks is not None:
-            state = unpack_state(packed, checkpoint) if packed is not None and checkpoint else None
             return lead(config, folder, rank, tasks, state, stop, status)
+        if number == 0 and order is not None:
+            return lead_replay(config, folder, rank, order, state, stop, status)
         stop.remember()
         follow(rank)
         return 0
@@ -81,8 +85,9 @@ def main(run_dir: str) -> int:
         if not lost_rank(e):
             raise
         stacks.dump(f"rank {number} has lost another rank")
-        tell(f"rank {number} has lost another rank: {' '.join(str(e).split())[:200]}")
-        return 1
+        lost = ", ".join(str(rank) for rank in missing_ranks())
+        tell(f"rank {number} has lost rank {lost}: {' '.join(str(e).split())[:200]}")
+        return EXIT_LOST_RANK
     finally:
         status.close()
         if dist.is_initialized():

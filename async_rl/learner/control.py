@@ -63,6 +63,9 @@ Reply = Prepared | Staged | Committed | Error
 
 
 class ControlPlane:
+    exhausted = False  # whether no batch will come any more
+    replayed = False  # whether batches come from a record
+
     def __init__(
         self,
         config: Config,

@@ -7,10 +7,10 @@ life cut short by the loss of another rank says nothing: the next life resumes, 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 
@@ -31,6 +31,8 @@ from async_rl.learner.gate import Gate
 from async_rl.learner.progress import Progress
 from async_rl.learner.publish import Publisher
 from async_rl.learner.rank import Rank
+from async_rl.learner.recorder import Recorder, cut_record, life_of
+from async_rl.learner.saver import Saver
 from async_rl.learner.shaping import RewardShaping
 from async_rl.learner.signals import Stop
 from async_rl.learner.sizes import groups_at, sizes_of
@@ -45,6 +47,7 @@ from async_rl.observability.sinks import METRICS, read_rows
 from async_rl.observability.status import StatusFile
 from async_rl.transport.discovery import Discovery, write_discovery
 from async_rl.transport.zmq import ZmqHub
+from async_rl.types import Prompt
 
 log = get_logger(__name__)
 LINGER_S = 2.0
@@ -53,12 +56,12 @@ LINGER_S = 2.0
 def lead(config: Config, folder: Path, rank: Rank, tasks: Tasks, state: State | None, stop: Stop, status: StatusFile) -> int:
     """Train to the end; returns the exit code."""
     version = state.version if state else 0
-    run_id = json.loads((folder / "run.json").read_text())["run_id"]
+    position = _position(config, state)
+    run_id = run_id_of(folder)
     incarnation = next_incarnation(folder, state.incarnation if state else 0)
     identity = Identity(run_id, config.digest(), tokenizer_digest(config.model), incarnation)
     decode = decoder(load_tokenizer(config.model))
     kept = _kept(config, tasks, incarnation, state)
-    dealer, ledger = kept.dealer, kept.ledger
     progress = Progress(config, folder, incarnation, version if state else None, decode)  # from here on files change
     _announce(progress, tasks, identity, version, rank.critic, rank.checkpointer.skipped if state else None)
     if config.rollout.count == 0:
@@ -71,38 +74,97 @@ def lead(config: Config, folder: Path, rank: Rank, tasks: Tasks, state: State | 
         insecure=transport.insecure,
         heartbeat_timeout_s=transport.heartbeat_timeout_s,
     )
-    control = ControlPlane(config, hub, ledger, dealer, identity, version, rank.policy.vocab_size, progress.notice)
+    vocab_size = rank.policy.vocab_size
+    control = ControlPlane(config, hub, kept.ledger, kept.dealer, identity, version, vocab_size, progress.notice)
     publisher = Publisher(control, rank.source, weight_backend(config), version)
+    if state and state.position is not None and not config.record:
+        cut_record(folder, state.position)
+        progress.notice(f"the record of this run ends with version {version}, for record=false now")
+    recorder = _recorder(config, folder, identity, version, position, control, progress) if position is not None else None
+    found = Discovery(control_address=hub.control_address, incarnation=incarnation, run_id=run_id)
 
-    def checkpoint_state() -> bytes:
-        return pack_state(trainer.version, kept)
+    def recorded() -> int | None:
+        return recorder.position if recorder else None
+
+    parts = Parts(rank, kept, control, publisher, progress, state, stop, status, recorder, recorded)
+    return conduct(parts, tasks.heldout, found)
+
+
+class Parts(NamedTuple):
+    """What rank 0 has, besides its rank, in a run or a replay. `state`: what it resumes."""
+
+    rank: Rank
+    kept: Kept
+    control: ControlPlane
+    publisher: Publisher
+    progress: Progress
+    state: State | None
+    stop: Stop
+    status: StatusFile
+    recorder: Recorder | None
+    position: Callable[[], int | None]  # in the record that is written or read, for a checkpoint
+
+
+def conduct(parts: Parts, heldout: list[Prompt], found: Discovery | None) -> int:
+    """Train with these to the end, close the books, write the result; returns the exit code. Rollouts find the learner by
+    `found`; None: there are none."""
+    rank, kept, control, publisher, progress, state, stop, status, recorder, position = parts
+    config, folder, version = control.config, progress.run_dir, state.version if state else 0
+
+    def checkpoint_state(version: int) -> bytes:
+        with control.changed:
+            return pack_state(version, kept, position())
 
     best = Best(rank.checkpointer.directory, version if state else None, progress.notice)
-    own = (stop, version, checkpoint_state, best, kept.gate, kept.shaping)
-    trainer = Trainer(config, rank, control, publisher, progress, tasks.heldout, *own)
-    trainer.saved = version if state else -1
+    saved = version if state else -1
+    saver = Saver(config.checkpoint, rank, checkpoint_state, best, kept.gate, progress, recorder, saved)
+    own = (stop, version, saver, best, kept.gate, kept.shaping, recorder)
+    trainer = Trainer(config, rank, control, publisher, progress, heldout, *own)
     status.look = partial(standing, trainer)
     stop.remember()
     control.start()
     progress.serve(control)
     publisher.start()
     discovery = folder / "learner.json"
-    found = Discovery(control_address=hub.control_address, incarnation=identity.incarnation, run_id=run_id)
-    write_discovery(discovery, found)
+    if found is not None:
+        write_discovery(discovery, found)
     code, status, reason = _train(trainer)
     rank.commands.issue(Code.END)
     with control.changed:
-        ledger.end()
-        books = ledger.books()
+        kept.ledger.end()
+        books = kept.ledger.books()
     publisher.close()
     control.close(reason, LINGER_S)
     progress.notice(in_words(books))
     discovery.unlink(missing_ok=True)
+    if recorder is not None:
+        recorder.close()
     if not books["balanced"]:
         code, status, reason = 5, "failed", f"the books do not balance: {json.dumps(books)}"
     found_best = {"best": best.score._asdict()} if best.score else {}
     ending = {"status": status, "exit_code": code, "reason": reason, **found_best}
     return _finish(folder, progress, books, control.screen.invalid, **ending)
+
+
+def _position(config: Config, state: State | None) -> int | None:
+    """Where in the run's record this life goes on writing; None: it keeps none. Raises LearnerError."""
+    if not config.record:
+        return None
+    if state is None:
+        return 0
+    if state.position is None:
+        raise LearnerError(
+            f"record=true, but up to version {state.version} the run kept no record: a record begins with the run, so choose "
+            "another run_dir, or record=false"
+        )
+    return state.position
+
+
+def _recorder(
+    config: Config, folder: Path, identity: Identity, version: int, position: int, control: ControlPlane, progress: Progress
+) -> Recorder:
+    life = life_of(config, identity.run_id, identity.incarnation, version)
+    return Recorder(folder, position, life, config.checkpoint.max_failed_saves, control.events, progress.notice)
 
 
 def _train(trainer: Trainer) -> tuple[int, str, str]:
@@ -134,7 +196,8 @@ def _save_at_stop(trainer: Trainer, stopped: RunStopped) -> tuple[int, str, str]
         return stopped.code, "stopped", f"{stopped}; {e}"
     if trainer.version == 0:
         return stopped.code, "stopped", f"{stopped} before the first step"
-    saved = f"checkpoint of version {trainer.saved}" if trainer.saved >= 0 else "no checkpoint could be written"
+    saved = trainer.saver.saved
+    saved = f"checkpoint of version {saved}" if saved >= 0 else "no checkpoint could be written"
     return stopped.code, "stopped", f"{stopped}; {saved}"
 
 
@@ -168,8 +231,9 @@ def _report(folder: Path, progress: Progress, result: dict[str, Any]) -> None:
         progress.notice(f"the report could not be written ({e.strerror}): `async-rl report {folder}` makes it again")
 
 
-def _kept(config: Config, tasks: Tasks, incarnation: int, state: State | None) -> Kept:
-    rules = Rules(
+def rules_of(config: Config) -> Rules:
+    """Of the ledger."""
+    return Rules(
         max_staleness=config.max_staleness,
         on_stale=config.on_stale,
         num_steps=config.num_steps,
@@ -180,7 +244,10 @@ def _kept(config: Config, tasks: Tasks, incarnation: int, state: State | None) -
         max_group_bytes=config.max_group_bytes,
         max_refill=config.algorithm.max_refill,
     )
-    ledger = Ledger(rules, incarnation, state.version if state else 0)
+
+
+def _kept(config: Config, tasks: Tasks, incarnation: int, state: State | None) -> Kept:
+    ledger = Ledger(rules_of(config), incarnation, state.version if state else 0)
     dealer = Dealer(PromptStream(tasks.train, config.seed), sizes_of(config), config.algorithm.has_greedy)
     shaping = RewardShaping(config.algorithm, config.rollout.max_new_tokens)
     kept = Kept(dealer, ledger, Gate(config.algorithm.kl), shaping)
@@ -215,6 +282,10 @@ def weight_backend(config: Config) -> Literal["gloo", "nccl"]:
     cards = 0 if config.learner.device == "cpu" else torch.cuda.device_count()
     count = config.rollout.count  # 0: rollouts started by hand, wherever they are
     return "nccl" if count and cards >= config.learner.ranks + count else "gloo"
+
+
+def run_id_of(folder: Path) -> str:
+    return json.loads((folder / "run.json").read_text())["run_id"]
 
 
 def next_incarnation(folder: Path, saved: int = 0) -> int:

@@ -24,6 +24,7 @@ from async_rl.learner.control import ControlPlane
 from async_rl.learner.failure import RunFailed
 from async_rl.learner.figures import figures
 from async_rl.learner.publish import Publisher
+from async_rl.learner.recorder import RECORD
 from async_rl.learner.results import summarize
 from async_rl.learner.samples import Samples
 from async_rl.observability.files import replace_file, set_aside
@@ -51,7 +52,7 @@ class Progress:
         self._console = Console(config.num_steps)
         self._max_failed = config.checkpoint.max_failed_saves
         self._failed = 0  # rows in a row that could not be written
-        moved = set_aside(run_dir, (METRICS, TIMING, SAMPLES)) if resume_step is None else []
+        moved = set_aside(run_dir, (METRICS, TIMING, SAMPLES, RECORD)) if resume_step is None else []
         self._rows = RunSink(run_dir, resume_step)
         self._board: Sink | None = TensorBoardSink(run_dir / "tensorboard") if config.observe.tensorboard else None
         self._metrics_port = config.observe.metrics_port

@@ -41,6 +41,7 @@ class State:
     version: int
     incarnation: int  # that saved it
     held: dict[str, Any]
+    position: int | None = None  # in the run's record; None: it had none
 
     def restore(self, kept: Kept) -> None:
         """All go on where they were. Raises LearnerError, or PromptError when it is of other prompts."""
@@ -70,13 +71,15 @@ class State:
         return dealer.num_greedy - saved
 
 
-def pack_state(version: int, kept: Kept) -> bytes:
+def pack_state(version: int, kept: Kept, position: int | None = None) -> bytes:
+    """`position`: how much of the run's record, if there is one, belongs to this state."""
     held = {
         "version": version,
         "dealer": kept.dealer.state_dict(),
         "ledger": kept.ledger.state_dict(encode_group),
         "gate": kept.gate.state_dict(),
         "shaping": kept.shaping.state_dict(),
+        "record": position,
     }
     packed = msgpack.packb(held)
     assert packed is not None
@@ -90,7 +93,10 @@ def unpack_state(packed: bytes, checkpoint: Path) -> State:
         version, incarnation = held["version"], held["ledger"]["resumes"][-1][0]
         if not (isinstance(version, int) and isinstance(incarnation, int) and 0 < incarnation < MAX_INCARNATION):
             raise ValueError(f"version {version!r} of incarnation {incarnation!r}")
-        return State(checkpoint, version, incarnation, held)
+        position = held.get("record")
+        if position is not None and not (isinstance(position, int) and position >= 0):
+            raise ValueError(f"position {position!r} in the record")
+        return State(checkpoint, version, incarnation, held, position)
 
 
 @contextmanager

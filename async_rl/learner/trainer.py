@@ -28,6 +28,8 @@ from async_rl.learner.pause import Pause
 from async_rl.learner.progress import Progress
 from async_rl.learner.publish import Publisher
 from async_rl.learner.rank import Rank
+from async_rl.learner.recorder import Recorder
+from async_rl.learner.saver import Saver
 from async_rl.learner.shaping import RewardShaping
 from async_rl.learner.signals import Stop
 from async_rl.learner.step import StepReport
@@ -71,13 +73,12 @@ class Trainer:
     heldout: list[Prompt]
     stop: Stop
     version: int
-    checkpoint_state: Callable[[], bytes]
+    saver: Saver
     best: Best
     gate: Gate
     shaping: RewardShaping
-    saved: int = -1  # version of the newest checkpoint
+    recorder: Recorder | None = None
     skipped_in_a_row: int = 0
-    failed_saves: int = 0
     identity_lost: bool = False  # and told
     train_through: bool = False  # the running evaluation has a rollout of its own
     reached: str = ""  # which evaluation reached eval.target: the run ends
@@ -96,10 +97,10 @@ class Trainer:
         # With a target also after a resume: the run may have ended by it.
         if self.version == 0 or self.version >= self.config.num_steps or self.config.eval.target is not None:
             self.evaluate(wait=True)
-        while self.version < self.config.num_steps and not self.reached:
+        while self._goes_on:
             if self.gate.phase is not Phase.PAUSED:  # or the run is resumed in a pause
                 self.step(self.next_batch())
-            if self.gate.phase is Phase.PAUSED and self.version < self.config.num_steps:
+            if self.gate.phase is Phase.PAUSED and self._goes_on:
                 self.pause()
             self.maybe_save()
             if self._due(self.config.eval.every) and self.version < self.config.num_steps:
@@ -107,8 +108,12 @@ class Trainer:
         if not self.reached:
             self.evaluate(wait=True)
         self.save()
-        if self.saved != self.version:
+        if self.saver.saved != self.version:
             raise RunFailed(4, f"all steps are done, but the checkpoint of version {self.version} could not be written")
+
+    @property
+    def _goes_on(self) -> bool:
+        return self.version < self.config.num_steps and not self.reached and not self.control.exhausted
 
     # ---- one step
 
@@ -120,6 +125,8 @@ class Trainer:
         started = time.monotonic()
         records = self._wait(lambda: self.control.ledger.take(self.version), what, self._why_no_batch)
         self.progress.waited("batch", time.monotonic() - started)
+        if self.recorder is not None:
+            self.recorder.batch(self.version, records)
         return records
 
     def step(self, records: list[Record]) -> None:
@@ -203,6 +210,9 @@ class Trainer:
 
     def pause(self) -> None:
         """Until what the runaway policy sampled is gone and the gate's action is done; then training is on probation."""
+        if self.gate.exhausted and self.control.replayed:  # the recorded run ended here, and its next life went on
+            self.gate.forgive()
+            return
         if self.gate.exhausted:
             self._end(self.gate.verdict(), forgive=True)
         started = time.monotonic()
@@ -253,7 +263,8 @@ class Trainer:
         if forgive:
             self.gate.forgive()
         self.save()
-        saved = f"the newest checkpoint is of version {self.saved}" if self.saved >= 0 else "no checkpoint could be written"
+        saved = self.saver.saved
+        saved = f"the newest checkpoint is of version {saved}" if saved >= 0 else "no checkpoint could be written"
         raise RunFailed(4, f"{sentence}; {saved}")
 
     def _save_origin(self) -> None:
@@ -281,7 +292,7 @@ class Trainer:
             self.train_through = self.control.begin_evaluation(evaluation)
         if self.config.checkpoint.keep_best and self.version > 0:
             self.save()
-            if self.saved == self.version:
+            if self.saver.saved == self.version:
                 self.best.begin(self.version)
         if wait or not self.train_through:
             self._finish_evaluation()
@@ -321,27 +332,7 @@ class Trainer:
             self.save()
 
     def save(self) -> None:
-        """A checkpoint of the current version; a failed one is loud, and fatal only when it repeats."""
-        if self.saved == self.version:
-            return
-        started = time.monotonic()
-        self.rank.checkpointer.spared = self.best.spared | self.gate.spared
-        with self.control.changed:
-            state = self.checkpoint_state()
-        self.commands.issue(Code.SAVE, self.version)
-        try:
-            self.rank.save(self.version, state)
-        except CheckpointError as e:
-            self.failed_saves += 1
-            self.progress.notice(f"checkpoint of version {self.version} failed ({self.failed_saves} in a row): {e}")
-            if self.failed_saves >= self.config.checkpoint.max_failed_saves:
-                raise RunFailed(
-                    4, f"{self.failed_saves} checkpoints in a row failed (checkpoint.max_failed_saves), the last: {e}"
-                ) from None
-            return
-        self.failed_saves, self.saved = 0, self.version
-        self.gate.saved(self.version)
-        self.progress.waited("save", time.monotonic() - started)
+        self.saver.save(self.version)
 
     # ---- waiting
 

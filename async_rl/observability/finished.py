@@ -9,6 +9,7 @@ import json
 from pathlib import Path
 
 RESULT = "result.json"
+REPLAY = "replay.json"  # in the folder of a replay: of what, and by which keys
 
 
 def steps_done(run_dir: Path, since_s: float = 0.0) -> int:

@@ -13,6 +13,9 @@ import sys
 PARENT_PID = "ASYNC_RL_PARENT_PID"
 """Environment variable by which a starter says who it is; absent in processes started by hand, which outlive a shell."""
 
+EXIT_LOST_RANK = 6
+"""Exit code of a learner rank that lost another one: the run goes on from its checkpoint, if there is one."""
+
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _LIBC = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None
