@@ -36,6 +36,7 @@ from async_rl.rollout.toy_engine import ToyEngine
 from async_rl.rollout.vllm_engine import VllmEngine
 from async_rl.rollout.worker import Worker
 from async_rl.transport.base import Link, TransportError
+from async_rl.transport.keys import RolloutKeys, read_rollout_keys
 from async_rl.transport.messages import NAME, PROTOCOL, Hello
 from async_rl.transport.zmq import ZmqLink
 
@@ -78,6 +79,8 @@ def _run(run_dir: Path, name: str) -> Outcome:
         os.environ.pop(variable, None)
     torch.set_num_threads(config.rollout.threads)
     check_loadable(config.data.reward, _examples(config))
+    folder = config.transport.keys
+    keys = read_rollout_keys(Path(folder)) if folder is not None else None
     log.info("starting the %s engine, then joining the run in %s", config.rollout.engine, run_dir)
     engine = _engine(config)
     rollout = config.rollout
@@ -92,7 +95,7 @@ def _run(run_dir: Path, name: str) -> Outcome:
         num_slots=rollout.num_slots,
         pid=os.getpid(),
     )
-    return asyncio.run(_serve(config, sampler, hello, run_dir, pool))
+    return asyncio.run(_serve(config, sampler, hello, run_dir, pool, keys))
 
 
 def _examples(config: Config) -> list[tuple[str, list[str]]]:
@@ -118,12 +121,17 @@ def _engine(config: Config) -> Engine:
     return VllmEngine.create(config, timeout_s=config.rollout.start_timeout_s)
 
 
-async def _serve(config: Config, sampler: Sampler, hello: Hello, run_dir: Path, pool: RewardPool) -> Outcome:
+async def _serve(
+    config: Config, sampler: Sampler, hello: Hello, run_dir: Path, pool: RewardPool, keys: RolloutKeys | None
+) -> Outcome:
     transport = config.transport
 
     def connect(address: str) -> Link:
         return ZmqLink(
-            address, max_message_bytes=transport.max_message_bytes, heartbeat_timeout_s=transport.heartbeat_timeout_s
+            address,
+            max_message_bytes=transport.max_message_bytes,
+            keys=keys,
+            heartbeat_timeout_s=transport.heartbeat_timeout_s,
         )
 
     door = Door(
