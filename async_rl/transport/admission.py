@@ -1,8 +1,8 @@
 """Who may hold a connection to the learner: with keys, whose key is known; at any time, no more than it can afford.
 
 Owns ZAP (the question that ZeroMQ asks about a client's key) and the count of connections; imports keys, codec and intake.
-Invariant: a stranger ends at the handshake, within sockets.HANDSHAKE_S, counted by reason; none of it waits for anybody, and each
-call takes a bounded share of what is queued.
+Invariant: a stranger ends at the handshake, within sockets.HANDSHAKE_S, counted by reason; none of it waits for anybody, and
+each call takes a bounded share of what is queued.
 
 ZeroMQ has no limit on connections: out of descriptors, its listener spins, and every other part of the process fails to open
 its files. So they are counted by their events, and those beyond the limit are shut as soon as they are seen. Unseen ones are
@@ -24,8 +24,8 @@ from zmq.utils.monitor import parse_monitor_message
 from async_rl.transport.codec import BadMessage
 from async_rl.transport.keys import Known, LearnerKeys
 
-MAX_CONNECTIONS = 2048  # to one socket; before the handshake each costs 16 KiB
-FEW_CONNECTIONS = 256  # as many as are let in however large a frame may be
+MAX_CONNECTIONS = 1024  # to one socket: more than rollouts of one learner; each costs 16 KiB before it has said anything
+FEW_CONNECTIONS = 128  # as many are let in however large a frame may be, and however few descriptors there are
 MAX_PARTIAL_BYTES = 1 << 30  # that many connections at once may hold in half a frame each
 EVENTS_QUEUE = 1001  # 1000 that ZeroMQ takes at its end, and one here
 OTHER_DESCRIPTORS = 512  # of files, of torch, of the weight group
@@ -77,7 +77,7 @@ class Connections:
 
     def __init__(self, monitored: zmq.Socket, limit: int, refuse: Callable[[BadMessage], None]) -> None:
         self._monitored, self._limit, self._refuse = monitored, limit, refuse
-        self.open = self.ended = 0
+        self.open = self.ended = self._shut = 0
         address = f"inproc://connections-{monitored.underlying}"
         monitored.monitor(address, _FAILED | zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED)
         self.socket = monitored.context.socket(zmq.PAIR)
@@ -97,10 +97,12 @@ class Connections:
                 self.open += 1
                 if self.open > self._limit:
                     self._count("crowded")
-                    _shut(value, said["endpoint"])
+                    self._shut += _shut(value, said["endpoint"])
             elif event == zmq.EVENT_DISCONNECTED:
                 self.open -= 1
                 self.ended += 1
+            elif event == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL and self._shut:  # the end of one that is counted
+                self._shut -= 1
             else:
                 self._count(_reason(event, value))
         return True
@@ -125,12 +127,15 @@ def _reason(event: int, value: int) -> str:
     return "handshake_protocol" if event == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL else "handshake"
 
 
-def _shut(number: int, endpoint: bytes) -> None:
-    """Have ZeroMQ find its connection ended. The descriptor may be another's by now: a copy is held while it is looked at."""
+def _shut(number: int, endpoint: bytes) -> bool:
+    """Have ZeroMQ find its connection ended; whether it was there. The descriptor may be another's by now, so a copy is held
+    while it is looked at."""
     port = int(endpoint.rsplit(b":", 1)[1])
     with contextlib.suppress(OSError), socket.socket(fileno=os.dup(number)) as held:
         if held.getsockname()[1] == port and held.getpeername():
             held.shutdown(socket.SHUT_RDWR)
+            return True
+    return False
 
 
 def max_connections(max_frame_bytes: int) -> int:
@@ -144,4 +149,4 @@ def max_connections(max_frame_bytes: int) -> int:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     room = MAX_CONNECTIONS if soft == resource.RLIM_INFINITY else (soft - OTHER_DESCRIPTORS) // 2 - EVENTS_QUEUE
     by_memory = max(FEW_CONNECTIONS, MAX_PARTIAL_BYTES // max_frame_bytes)
-    return max(1, min(MAX_CONNECTIONS, room, by_memory))
+    return max(FEW_CONNECTIONS, min(MAX_CONNECTIONS, room, by_memory))

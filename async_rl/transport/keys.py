@@ -137,7 +137,9 @@ def _pair(path: Path) -> Pair:
     _require_private(path)
     public, secret = _load(path)
     if secret is None or _derived(secret) != public:
-        raise ConfigError(f"transport.keys: {path} is damaged, its keys are no pair: make a new folder with `async-rl keys DIR`")
+        raise ConfigError(
+            f"transport.keys: {path} is damaged, its keys are no pair: make a new folder with `async-rl keys DIR`"
+        )
     return Pair(public, secret)
 
 
@@ -153,7 +155,9 @@ def _load(path: Path) -> tuple[bytes, bytes | None]:
         return load_certificate(path)
     except (OSError, ValueError, IndexError) as e:
         why = "is missing" if not path.exists() else f"cannot be used ({e})"
-        raise ConfigError(f"transport.keys: {path} {why}: copy it again, or make a key folder with `async-rl keys DIR`") from None
+        raise ConfigError(
+            f"transport.keys: {path} {why}: copy it again, or make a key folder with `async-rl keys DIR`"
+        ) from None
 
 
 def _is_z85(key: bytes) -> bool:

@@ -23,7 +23,7 @@ CONTROL_QUEUE = 8192  # messages per peer; a rollout of 4096 slots can be grante
 OUTBOX_QUEUE = 64  # control messages of one rollout, waiting for a learner to connect
 DATA_QUEUE = 16  # groups per rollout at either end
 BACKLOG = 1024  # connections that the system holds for ZeroMQ's thread: a flood must not cost the others a retry of TCP's
-SAID_MAX_BYTES = 64 << 10  # one control message of a rollout: it has names and sentences to say, no manifest
+SAID_MAX_BYTES = 20 << 10  # one control message of a rollout: a sentence of 4096 characters, whatever the alphabet
 SEALED_BYTES = 64  # what CURVE adds to a frame
 HANDSHAKE_S = 5.0  # from the first byte of a connection to the end of its handshake
 
