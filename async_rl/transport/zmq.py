@@ -1,9 +1,9 @@
 """The wire over ZeroMQ: ROUTER and PULL on the learner, DEALER and PUSH on every rollout.
 
-Owns the sockets of a run; imports zmq, base, codec, intake, admission and sockets. Invariants: `ZmqHub` never blocks but in
-`poll`, and nothing a peer sends makes it raise; `ZmqLink` never blocks the loop; a peer is one connection, so when it breaks the
-peer is gone and must say Hello again (what was in flight may be lost: groups are kept until acknowledged). Both belong to the
-thread that first uses them; forking a process that holds sockets is not supported and is refused at the next use.
+Owns the sockets of a run; imports zmq, base, codec, intake, admission, sockets. Invariants: `ZmqHub` never blocks but in
+`poll`, and nothing a peer sends makes it raise; `ZmqLink` never blocks the loop; a peer is one connection, so when it breaks
+the peer is gone and must say Hello again (what was in flight may be lost: groups are kept until acknowledged). Both belong to
+the thread that first uses them; forking a process that holds sockets is not supported and is refused at the next use.
 """
 
 from __future__ import annotations
