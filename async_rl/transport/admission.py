@@ -37,7 +37,7 @@ _FAILED = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROT
 _NO_KEY = (zmq.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH, zmq.PROTOCOL_ERROR_ZMTP_CRYPTOGRAPHIC)
 _WHY = {
     "handshake": "a peer connected and did not say what it wants in time, or went away",
-    "handshake_protocol": "a peer that does not speak ZMTP connected",
+    "handshake_protocol": "a peer that does not speak ZMTP, or with a frame over the limit, connected",
     "handshake_auth": "a peer without a key, or with one that is not known here, connected",
     "crowded": "more connections than the learner can afford",
 }
@@ -73,13 +73,20 @@ def serve_curve(made: zmq.Socket, keys: LearnerKeys) -> None:
 
 
 class Connections:
-    """Those to one socket, counted by its events. To be made before the socket is bound."""
+    """Those to one socket, counted by its events. To be made before the socket is bound.
+
+    An end names its connection, the outcome of a handshake does not. That a peer was silent is said right before its end; for a
+    frame that is too large ZeroMQ says nothing, and no handshake has succeeded since that peer came."""
 
     def __init__(self, monitored: zmq.Socket, limit: int, refuse: Callable[[BadMessage], None]) -> None:
         self._monitored, self._limit, self._refuse = monitored, limit, refuse
-        self.open = self.ended = self._shut = 0
+        self.ended = 0
+        self._open: dict[int, int] = {}  # descriptor -> handshakes that had succeeded when it came
+        self._shut: set[int] = set()  # by us: counted already
+        self._succeeded = self._refused = 0  # refused: counted already, their ends are still to come
+        self._silent = False  # the next end is of one that said nothing, or not all of it
         address = f"inproc://connections-{monitored.underlying}"
-        monitored.monitor(address, _FAILED | zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED)
+        monitored.monitor(address, _FAILED | zmq.EVENT_ACCEPTED | zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
         self.socket = monitored.context.socket(zmq.PAIR)
         self.socket.setsockopt(zmq.LINGER, 0)
         self.socket.setsockopt(zmq.RCVHWM, EVENTS_QUEUE - 1000)
@@ -94,17 +101,17 @@ class Connections:
                 return False
             event, value = int(said["event"]), int(said["value"])
             if event == zmq.EVENT_ACCEPTED:
-                self.open += 1
-                if self.open > self._limit:
-                    self._count("crowded")
-                    self._shut += _shut(value, said["endpoint"])
+                self._came(value, said["endpoint"])
             elif event == zmq.EVENT_DISCONNECTED:
-                self.open -= 1
-                self.ended += 1
-            elif event == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL and self._shut:  # the end of one that is counted
-                self._shut -= 1
+                self._left(value)
+            elif event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                self._succeeded += 1
+            elif event == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL:
+                self._silent = True
             else:
-                self._count(_reason(event, value))
+                no_key = event == zmq.EVENT_HANDSHAKE_FAILED_AUTH or value in _NO_KEY
+                self._count("handshake_auth" if no_key else "handshake_protocol")
+                self._refused += 1
         return True
 
     def close(self) -> None:
@@ -117,25 +124,38 @@ class Connections:
         self._monitored.disable_monitor()
         self.socket.close()
 
+    def _came(self, number: int, endpoint: bytes) -> None:
+        self._open[number] = self._succeeded
+        self._shut.discard(number)
+        if len(self._open) > self._limit:
+            self._count("crowded")
+            _shut(number, endpoint)
+            self._shut.add(number)
+
+    def _left(self, number: int) -> None:
+        self.ended += 1
+        silent, self._silent = self._silent, False
+        before = self._open.pop(number, -1)
+        if number in self._shut:
+            self._shut.discard(number)
+        elif silent:
+            self._count("handshake")
+        elif before == self._succeeded and self._refused:
+            self._refused -= 1
+        elif before == self._succeeded:
+            self._count("handshake_protocol")
+
     def _count(self, reason: str) -> None:
         self._refuse(BadMessage(reason, _WHY[reason]))
 
 
-def _reason(event: int, value: int) -> str:
-    if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH or (event == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL and value in _NO_KEY):
-        return "handshake_auth"
-    return "handshake_protocol" if event == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL else "handshake"
-
-
-def _shut(number: int, endpoint: bytes) -> bool:
-    """Have ZeroMQ find its connection ended; whether it was there. The descriptor may be another's by now, so a copy is held
+def _shut(number: int, endpoint: bytes) -> None:
+    """Have ZeroMQ find its connection ended. The descriptor may be another's by now, so a copy is held
     while it is looked at."""
     port = int(endpoint.rsplit(b":", 1)[1])
     with contextlib.suppress(OSError), socket.socket(fileno=os.dup(number)) as held:
         if held.getsockname()[1] == port and held.getpeername():
             held.shutdown(socket.SHUT_RDWR)
-            return True
-    return False
 
 
 def max_connections(max_frame_bytes: int) -> int:
