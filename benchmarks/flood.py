@@ -136,7 +136,7 @@ def _windows(run: Run, flood: subprocess.Popen[str], learner: psutil.Process) ->
         time.sleep(SETTLE_S)
         begun = len(run.steps())
         time.sleep(WINDOW_S - SETTLE_S)
-        times[word] += [row["time/step_s"] for row in run.steps()[begun + 1 :]]
+        times[word] += [row["time/step_s"] for row in run.steps()[begun + 1 :] if "time/step_s" in row]  # timings follow
         rss.append(learner.memory_info().rss / 2**20)
     return times, rss
 
