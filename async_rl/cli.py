@@ -103,6 +103,9 @@ def _parser() -> argparse.ArgumentParser:
     sub.add_argument("run_dir", metavar="RUN_DIR", help="folder of a run")
     sub.add_argument("--stacks", action="store_true", help="have every process of this host write its threads' stacks, too")
 
+    sub = _add(commands, "keys", _keys, "a key folder for transport.keys, so that nobody else gets into a run")
+    sub.add_argument("dir", metavar="DIR", type=Path, help="folder to make; must not exist")
+
     sub = _add(commands, "report", _report, "write the report of a run again from its metrics")
     sub.add_argument("run_dir", metavar="RUN_DIR", type=Path)
     return parser
@@ -225,6 +228,14 @@ def _model(arguments: argparse.Namespace) -> int:
 
         made = make_smollm2(arguments.out)
     print(json.dumps(made))
+    return 0
+
+
+def _keys(arguments: argparse.Namespace) -> int:
+    from async_rl.transport.keys import make_keys
+
+    make_keys(arguments.dir)
+    print(f"{arguments.dir} is a key folder: set transport.keys={arguments.dir}, and see docs/security.md for further rollouts")
     return 0
 
 

@@ -33,7 +33,7 @@ algorithm.overlong algorithm.overlong_buffer_tokens algorithm.zero_variance algo
 algorithm.critic.path algorithm.critic.lr algorithm.critic.clip algorithm.critic.warmup_steps algorithm.critic.popart
 algorithm.kl.beta algorithm.kl.into algorithm.kl.cap algorithm.kl.target algorithm.kl.horizon algorithm.kl.gate
 algorithm.kl.gate_patience algorithm.kl.gate_resume_ratio algorithm.kl.gate_action algorithm.kl.gate_timeout_s
-transport.host transport.port transport.insecure transport.heartbeat_s transport.heartbeat_timeout_s
+transport.host transport.port transport.keys transport.insecure transport.heartbeat_s transport.heartbeat_timeout_s
 transport.connect_timeout_s transport.max_message_bytes transport.max_buffered_bytes
 weights.backend weights.bucket_bytes weights.in_flight weights.phase_timeout_s
 checkpoint.every checkpoint.keep checkpoint.keep_best checkpoint.resume checkpoint.max_failed_saves

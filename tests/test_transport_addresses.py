@@ -66,7 +66,7 @@ def test_the_last_port_leaves_none_for_data() -> None:
 @pytest.mark.parametrize(
     ("host", "insecure", "sentence"),
     [
-        ("192.0.2.1", False, r"transport.host is 192.0.2.1, beyond loopback without keys.*transport.insecure=true"),
+        ("192.0.2.1", False, r"host is 192.0.2.1, beyond loopback without keys.*async-rl keys.*transport.insecure=true"),
         ("192.0.2.1", True, "transport.host is not an address of this machine"),
         ("0.0.0.0", True, "transport.host is 0.0.0.0, which no rollout can connect to"),
         ("::", True, "transport.host is ::, which no rollout can connect to"),

@@ -59,9 +59,9 @@ def _places(c: Config) -> Rules:
             f"transport.host is '{c.transport.host}', which no rollout could connect to: give the address of one interface",
         ),
         (
-            not c.transport.insecure and not c.transport.host.startswith(LOOPBACK),
-            f"transport.host is {c.transport.host}, beyond loopback without keys: keep 127.0.0.1, or set "
-            "transport.insecure=true on a network you trust",
+            not c.transport.insecure and c.transport.keys is None and not c.transport.host.startswith(LOOPBACK),
+            f"transport.host is {c.transport.host}, beyond loopback without keys: make them with `async-rl keys DIR` and set "
+            "transport.keys=DIR, keep 127.0.0.1, or set transport.insecure=true on a network you trust",
         ),
         (
             c.learner.ranks % c.learner.replicas != 0,

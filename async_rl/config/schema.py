@@ -131,6 +131,8 @@ class TransportConfig(Section):
     """Address the learner binds for control, data and weights."""
     port: int = Field(default=0, ge=0, le=65535)
     """Control port; data takes the next one. 0 lets the system choose, found through the discovery file."""
+    keys: Path | None = None
+    """Key folder that `async-rl keys` makes: control and data are encrypted, and nobody without a known key gets in."""
     insecure: bool = False
     """Allow a host beyond loopback without keys."""
     heartbeat_s: Seconds = 1.0
@@ -244,8 +246,8 @@ class Config(Section):
         return self.groups_per_step * self.group_size // min(self.group_size, self.group_size_end or self.group_size)
 
     def digest(self) -> str:
-        """What learner and rollouts must agree on: everything but where files go and how much is logged."""
-        content = self.model_dump(mode="json", exclude={"run_dir", "observe"})
+        """What learner and rollouts must agree on: everything but where files are and how much is logged."""
+        content = self.model_dump(mode="json", exclude={"run_dir": True, "observe": True, "transport": {"keys"}})
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
 
 

@@ -21,6 +21,7 @@ from async_rl.launcher.hub import why_no_hub
 from async_rl.launcher.machine import memory_limits, model_size
 from async_rl.launcher.plan import Machine, Plan
 from async_rl.launcher.rewards import check_fit, check_reward
+from async_rl.transport.keys import read_learner_keys, read_rollout_keys
 
 HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 NUM_PORTS = 2  # control, data
@@ -35,6 +36,7 @@ def inspect(config: Config, plan: Plan, machine: Machine, run_dir: Path) -> None
     check_tasks(config)
     check_devices(config, plan, machine)
     check_memory(config, plan, machine)
+    check_keys(config)
     check_ports(config)
     check_metrics_port(config)
     check_run_dir(run_dir)
@@ -120,6 +122,21 @@ def check_memory(config: Config, plan: Plan, machine: Machine) -> None:
     demand = _demand(config, plan)
     if demand is not None and (sentence := memory.problem(demand, memory_limits(machine))):
         raise ConfigError(sentence)
+
+
+def check_keys(config: Config) -> None:
+    if config.transport.keys is None:
+        return
+    folder = Path(config.transport.keys)
+    learner = read_learner_keys(folder)
+    if not config.rollout.count:  # rollouts started by hand, with key folders of their own
+        return
+    rollout = read_rollout_keys(folder)
+    if rollout.learner != learner.own.public or rollout.own.public not in learner.known:
+        raise ConfigError(
+            f"transport.keys is {folder}, where learner.key and learner.key_secret are no pair, or rollouts/ does not hold "
+            "rollout.key: copy what is missing, or make a new folder with `async-rl keys DIR`"
+        )
 
 
 def check_ports(config: Config) -> None:

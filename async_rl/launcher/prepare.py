@@ -66,9 +66,9 @@ def resolve(config: Config, run_dir: Path, plan: Plan) -> Config:
     tree["run_dir"] = str(run_dir)
     if config.model.make or Path(config.model.path).exists():
         tree["model"]["path"] = str(Path(config.model.path).absolute())
-    for key in ("path", "heldout_path"):
-        if tree["data"][key] is not None:
-            tree["data"][key] = str(Path(tree["data"][key]).absolute())
+    for section, key in (("data", "path"), ("data", "heldout_path"), ("transport", "keys")):
+        if tree[section][key] is not None:
+            tree[section][key] = str(Path(tree[section][key]).absolute())
     if config.weights.backend == "auto":
         tree["weights"]["backend"] = "nccl" if plan.own_gpus else "gloo"
     return parse_config(tree)

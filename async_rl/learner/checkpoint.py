@@ -4,7 +4,7 @@ Owns the folder `checkpoints/`, but for `best` in it, and the names under which 
 (distributed checkpoint), observability and learner.optim.
 Invariants: a folder named step_NNNNNN was complete when it got that name and its manifest says what it must hold; no
 failure, at whatever write, harms an older one; a state that is not finite is never written. All methods are collective.
-The folder must be one that you trust: torch keeps its index of shards as a pickle.
+The folder must be one that you trust, though torch's index of shards, a pickle, is read without trust (shard_index.py).
 """
 
 from __future__ import annotations
@@ -22,13 +22,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor
 
 from async_rl.learner import LearnerError
 from async_rl.learner.optim import Optimizer
+from async_rl.learner.shard_index import ShardReader
 from async_rl.observability.files import replace_file, sync_folder, write_file
 from async_rl.observability.log import get_logger
 
@@ -118,7 +119,7 @@ class Checkpointer:
         """
         rng = {f"rng.{name}.rank{self.rank}": state for name, state in _rng_states().items()}
         try:
-            reader = FileSystemReader(folder)
+            reader = ShardReader(folder)
             saved = reader.read_metadata().state_dict_metadata
             if _any_critic(tensors) and not _any_critic(saved):
                 raise CheckpointError(
@@ -259,7 +260,7 @@ def critic_tensors(optimizer: Optimizer, popart_2: Tensor) -> dict[str, Tensor]:
 def holds_critic(folder: Path) -> bool:
     """Raises CheckpointError when the checkpoint cannot be read."""
     try:
-        return _any_critic(FileSystemReader(folder).read_metadata().state_dict_metadata)
+        return _any_critic(ShardReader(folder).read_metadata().state_dict_metadata)
     except _UNREADABLE as e:
         raise CheckpointError(f"checkpoint {folder} cannot be read ({_cause(e)}): mend it, or begin another run_dir") from None
 
@@ -275,7 +276,7 @@ def read_model(folder: Path, named: Iterable[tuple[str, Tensor]]) -> None:
     """
     tensors = {f"{_MODEL}{name}": tensor for name, tensor in named}
     try:
-        reader = FileSystemReader(folder)
+        reader = ShardReader(folder)
         saved = {key for key in reader.read_metadata().state_dict_metadata if key.startswith(_MODEL)}
         if odd := sorted(saved ^ tensors.keys()):
             raise ValueError(f"{odd[0]} is in one of the two only")

@@ -46,6 +46,7 @@ from async_rl.observability.report import write_report
 from async_rl.observability.sinks import METRICS, read_rows
 from async_rl.observability.status import StatusFile
 from async_rl.transport.discovery import Discovery, write_discovery
+from async_rl.transport.keys import read_learner_keys
 from async_rl.transport.zmq import ZmqHub
 from async_rl.types import Prompt
 
@@ -55,6 +56,8 @@ LINGER_S = 2.0
 
 def lead(config: Config, folder: Path, rank: Rank, tasks: Tasks, state: State | None, stop: Stop, status: StatusFile) -> int:
     """Train to the end; returns the exit code."""
+    transport = config.transport
+    keys = read_learner_keys(Path(transport.keys)) if transport.keys is not None else None
     version = state.version if state else 0
     position = _position(config, state)
     run_id = run_id_of(folder)
@@ -66,12 +69,13 @@ def lead(config: Config, folder: Path, rank: Rank, tasks: Tasks, state: State | 
     _announce(progress, tasks, identity, version, rank.critic, rank.checkpointer.skipped if state else None)
     if config.rollout.count == 0:
         progress.notice(f"rollout.count is 0: start rollouts by hand with `async-rl rollout {folder} --name NAME`")
-    transport = config.transport
     hub = ZmqHub(
         transport.host,
         transport.port,
         max_message_bytes=transport.max_message_bytes,
+        max_frame_bytes=config.max_group_bytes,
         insecure=transport.insecure,
+        keys=keys,
         heartbeat_timeout_s=transport.heartbeat_timeout_s,
     )
     vocab_size = rank.policy.vocab_size

@@ -38,6 +38,7 @@ from async_rl.rollout.toy_engine import ToyEngine
 from async_rl.rollout.vllm_engine import VllmEngine
 from async_rl.rollout.worker import Worker
 from async_rl.transport.base import Link, TransportError
+from async_rl.transport.keys import RolloutKeys, read_rollout_keys
 from async_rl.transport.messages import NAME, PROTOCOL, Hello
 from async_rl.transport.zmq import ZmqLink
 
@@ -88,6 +89,8 @@ def _start(config: Config, run_dir: Path, name: str, run_id: str, status: Status
     for variable in FOREIGN:
         os.environ.pop(variable, None)
     torch.set_num_threads(config.rollout.threads)
+    folder = config.transport.keys
+    keys = read_rollout_keys(Path(folder)) if folder is not None else None
     with waiting(f"reward {config.data.reward} to load", normal=True):
         check_loadable(config.data.reward, _examples(config))
     kind = os.environ.get(ENGINE_VARIABLE, config.rollout.engine)
@@ -106,7 +109,7 @@ def _start(config: Config, run_dir: Path, name: str, run_id: str, status: Status
         num_slots=rollout.num_slots,
         pid=os.getpid(),
     )
-    return asyncio.run(_serve(config, sampler, hello, run_dir, pool, status))
+    return asyncio.run(_serve(config, sampler, hello, run_dir, pool, keys, status))
 
 
 def _examples(config: Config) -> list[tuple[str, list[str]]]:
@@ -133,13 +136,22 @@ def _engine(config: Config, kind: str) -> Engine:
 
 
 async def _serve(
-    config: Config, sampler: Sampler, hello: Hello, run_dir: Path, pool: RewardPool, status: StatusFile
+    config: Config,
+    sampler: Sampler,
+    hello: Hello,
+    run_dir: Path,
+    pool: RewardPool,
+    keys: RolloutKeys | None,
+    status: StatusFile,
 ) -> Outcome:
     transport = config.transport
 
     def connect(address: str) -> Link:
         return ZmqLink(
-            address, max_message_bytes=transport.max_message_bytes, heartbeat_timeout_s=transport.heartbeat_timeout_s
+            address,
+            max_message_bytes=transport.max_message_bytes,
+            keys=keys,
+            heartbeat_timeout_s=transport.heartbeat_timeout_s,
         )
 
     door = Door(

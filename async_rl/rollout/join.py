@@ -91,7 +91,8 @@ class Door:
         )
         raise Unreachable(
             f"{self.hello.name} heard nothing from the learner for {self.timeout_s:g} s: looked {where}; check that it runs "
-            "and that no firewall is in between, or raise transport.connect_timeout_s"
+            "and that no firewall is in between, that it knows this rollout's key if there are keys (transport.keys), or raise "
+            "transport.connect_timeout_s"
         )
 
     async def _knock(self, seen: Discovery, deadline: float) -> Joined | None:

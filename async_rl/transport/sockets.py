@@ -1,7 +1,7 @@
 """How ZeroMQ sockets are made here: the one place where they are configured, bound, connected and awaited.
 
-Owns every socket option and the sentences about addresses; imports zmq and base. Invariants: a queue in front of a socket is
-finite; no address beyond loopback is bound unless the user said so. (Keys for CURVE belong into `make_socket`.)
+Owns every socket option and the sentences about addresses; imports zmq, base and keys. Invariants: a queue in front of a socket
+is finite; no address beyond loopback is bound unless there are keys or the user said so.
 """
 
 from __future__ import annotations
@@ -17,10 +17,15 @@ import zmq
 
 from async_rl.transport.base import TransportError
 from async_rl.transport.codec import CONTROL_MAX_BYTES, Frame
+from async_rl.transport.keys import RolloutKeys
 
 CONTROL_QUEUE = 8192  # messages per peer; a rollout of 4096 slots can be granted all its leases at once
 OUTBOX_QUEUE = 64  # control messages of one rollout, waiting for a learner to connect
 DATA_QUEUE = 16  # groups per rollout at either end
+BACKLOG = 1024  # connections that the system holds for ZeroMQ's thread: a flood must not cost the others a retry of TCP's
+SAID_MAX_BYTES = 20 << 10  # one control message of a rollout: a sentence of 4096 characters, whatever the alphabet
+SEALED_BYTES = 64  # what CURVE adds to a frame
+HANDSHAKE_S = 5.0  # from the first byte of a connection to the end of its handshake
 
 
 def make_socket(context: zmq.Context, kind: int, heartbeat_timeout_s: float, max_message_bytes: int) -> zmq.Socket:
@@ -32,7 +37,8 @@ def make_socket(context: zmq.Context, kind: int, heartbeat_timeout_s: float, max
     made = context.socket(kind)
     control = kind in (zmq.ROUTER, zmq.DEALER)
     made.set_hwm(CONTROL_QUEUE if control else DATA_QUEUE)
-    made.setsockopt(zmq.MAXMSGSIZE, CONTROL_MAX_BYTES if control else max_message_bytes)
+    most_bytes = {zmq.ROUTER: SAID_MAX_BYTES, zmq.DEALER: CONTROL_MAX_BYTES}.get(kind, max_message_bytes)
+    made.setsockopt(zmq.MAXMSGSIZE, most_bytes + SEALED_BYTES)
     made.setsockopt(zmq.LINGER, 0)
     made.setsockopt(zmq.TCP_KEEPALIVE, 1)
     made.setsockopt(zmq.TCP_KEEPALIVE_IDLE, max(1, int(heartbeat_timeout_s / 3)))
@@ -41,6 +47,9 @@ def make_socket(context: zmq.Context, kind: int, heartbeat_timeout_s: float, max
     if control:
         made.setsockopt(zmq.HEARTBEAT_IVL, max(1, int(heartbeat_timeout_s * 1000 / 3)))
         made.setsockopt(zmq.HEARTBEAT_TIMEOUT, max(1, int(heartbeat_timeout_s * 1000)))
+    if kind in (zmq.ROUTER, zmq.PULL):
+        made.setsockopt(zmq.BACKLOG, BACKLOG)
+        made.setsockopt(zmq.HANDSHAKE_IVL, int(HANDSHAKE_S * 1000))
     if kind == zmq.ROUTER:
         made.setsockopt(zmq.ROUTER_MANDATORY, 1)  # a message to a peer that is gone is an error, not a silent loss
     if kind == zmq.DEALER:
@@ -55,8 +64,9 @@ def make_socket(context: zmq.Context, kind: int, heartbeat_timeout_s: float, max
     return made
 
 
-def checked_host(host: str, insecure: bool) -> str:
-    """The numeric address of `host`, in brackets if IPv6. Raises TransportError when it may not or cannot be bound."""
+def checked_host(host: str, beyond: bool) -> str:
+    """The numeric address of `host`, in brackets if IPv6. Raises TransportError when it cannot be bound, or lies beyond
+    loopback and may not be."""
     try:
         found = socket.getaddrinfo(host.strip("[]"), None, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError):
@@ -64,10 +74,10 @@ def checked_host(host: str, insecure: bool) -> str:
     address = ipaddress.ip_address(str(sorted(found)[0][4][0]).partition("%")[0])  # IPv4 sorts first
     if address.is_unspecified:
         raise TransportError(f"transport.host is {host}, which no rollout can connect to: give the address of one interface")
-    if not address.is_loopback and not insecure:
+    if not address.is_loopback and not beyond:
         raise TransportError(
-            f"transport.host is {host}, beyond loopback without keys: keep 127.0.0.1, or set transport.insecure=true "
-            "on a network you trust"
+            f"transport.host is {host}, beyond loopback without keys: make them with `async-rl keys DIR` and set "
+            "transport.keys=DIR, keep 127.0.0.1, or set transport.insecure=true on a network you trust"
         )
     return f"[{address}]" if address.version == 6 else str(address)
 
@@ -92,9 +102,14 @@ def bind(made: zmq.Socket, host: str, port: int, key: str) -> str:
     return made.get_string(zmq.LAST_ENDPOINT).rstrip("\0")
 
 
-def connect(made: zmq.Socket, address: str) -> None:
-    """Connect in the background; raises TransportError when `address` is no address."""
+def connect(made: zmq.Socket, address: str, keys: RolloutKeys | None) -> None:
+    """Connect in the background, with keys to the learner that holds the pinned one and to nobody else; raises
+    TransportError when `address` is no address."""
     made.setsockopt(zmq.IPV6, "[" in address)
+    if keys is not None:
+        made.setsockopt(zmq.CURVE_SERVERKEY, keys.learner)
+        made.setsockopt(zmq.CURVE_PUBLICKEY, keys.own.public)
+        made.setsockopt(zmq.CURVE_SECRETKEY, keys.own.secret)
     try:
         made.connect(address)
     except (zmq.ZMQError, UnicodeError) as e:

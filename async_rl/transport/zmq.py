@@ -1,7 +1,7 @@
 """The wire over ZeroMQ: ROUTER and PULL on the learner, DEALER and PUSH on every rollout.
 
-Owns the sockets of a run; imports zmq, base, codec, intake and sockets. Invariants: `ZmqHub` never blocks but in `poll`, and
-nothing a peer sends makes it raise; `ZmqLink` never blocks the loop; a peer is one connection, so when the connection breaks
+Owns the sockets of a run; imports zmq, base, codec, intake, admission, sockets. Invariants: `ZmqHub` never blocks but in
+`poll`, and nothing a peer sends makes it raise; `ZmqLink` never blocks the loop; a peer is one connection, so when it breaks
 the peer is gone and must say Hello again (what was in flight may be lost: groups are kept until acknowledged). Both belong to
 the thread that first uses them; forking a process that holds sockets is not supported and is refused at the next use.
 """
@@ -16,12 +16,13 @@ import socket
 from collections import Counter
 
 import zmq
-from zmq.utils.monitor import recv_monitor_message
 
 from async_rl.observability.waiting import waiting
+from async_rl.transport.admission import Connections, Zap, max_connections, serve_curve
 from async_rl.transport.base import Event, Peer, TransportError
 from async_rl.transport.codec import CONTROL_MAX_BYTES, BadMessage, decode, encode, encode_group
 from async_rl.transport.intake import Intake
+from async_rl.transport.keys import LearnerKeys, RolloutKeys
 from async_rl.transport.messages import Message
 from async_rl.transport.sockets import Awaitable, Owner, bind, checked_host, connect, make_socket
 from async_rl.types import Group
@@ -30,7 +31,6 @@ _log = logging.getLogger(__name__)
 
 MAX_POLL_MESSAGES = 512  # per channel and call, good or bad: a flood on one channel cannot starve the other or the caller
 MAX_POLL_BYTES = 64 << 20
-_HANDSHAKE = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 
 
 class ZmqHub:
@@ -44,22 +44,30 @@ class ZmqHub:
         port: int,
         *,
         max_message_bytes: int,
+        max_frame_bytes: int | None = None,
         insecure: bool = False,
+        keys: LearnerKeys | None = None,
         heartbeat_timeout_s: float = 15.0,
     ) -> None:
-        """Bind control at `port` and data at the next one, or both at the system's choice for port 0. Raises TransportError
-        when an address cannot or may not be bound."""
-        host = checked_host(host, insecure)
+        """Bind control at `port` and data at the next one, or both at the system's choice for port 0. With keys both are for
+        those alone whose keys are known. A frame over `max_frame_bytes` is not even read; by default it is as large as a
+        message may be. Raises TransportError when an address cannot or may not be bound."""
+        host = checked_host(host, insecure or keys is not None)
         self._owner = Owner()
         self._intake = Intake(max_message_bytes)
         self.refused = self._intake.refused
         self.unsent: Counter[str] = Counter()
-        self.disconnects = 0
         self._context = zmq.Context()
+        frame_bytes = max_frame_bytes or max_message_bytes
         try:
+            self._zap = Zap(self._context, keys.known) if keys is not None else None
             self._control = make_socket(self._context, zmq.ROUTER, heartbeat_timeout_s, max_message_bytes)
-            self._data = make_socket(self._context, zmq.PULL, heartbeat_timeout_s, max_message_bytes)
-            self._monitors = [self._monitor(s) for s in (self._control, self._data)]
+            self._data = make_socket(self._context, zmq.PULL, heartbeat_timeout_s, frame_bytes)
+            most = max_connections(frame_bytes)
+            self._connections = [Connections(s, most, self._intake.refuse) for s in (self._control, self._data)]
+            if keys is not None:
+                serve_curve(self._control, keys)
+                serve_curve(self._data, keys)
             self.control_address = bind(self._control, host, port, f"transport.port is {port}")
             self.data_address = bind(
                 self._data, host, port and port + 1, f"transport.port is {port}, and data takes the next one"
@@ -71,8 +79,14 @@ class ZmqHub:
         self._woken.setblocking(False)
         self._waker.setblocking(False)
         self._poller = zmq.Poller()
-        for waited in (self._control, self._data, *self._monitors, self._woken.fileno()):
+        doors = [self._zap] if self._zap is not None else []
+        self._doors = {door.socket: door for door in (*doors, *self._connections)}
+        for waited in (self._control, self._data, *self._doors, self._woken.fileno()):
             self._poller.register(waited, zmq.POLLIN)
+
+    @property
+    def disconnects(self) -> int:
+        return sum(connections.ended for connections in self._connections)
 
     def poll(self, timeout_s: float) -> list[Event]:
         """See `base.Hub`. A call takes a bounded share of what is queued; what is left makes the next one return at once."""
@@ -80,9 +94,9 @@ class ZmqHub:
         ready = dict(self._poller.poll(math.ceil(max(0.0, timeout_s) * 1000)))
         if self._woken.fileno() in ready:
             self._woken.recv(4096)
-        for monitor in self._monitors:
-            if monitor in ready:
-                self._count_connections(monitor)
+        for waited, door in self._doors.items():
+            if waited in ready:
+                door.take()
         events: list[Event] = []
         if self._control in ready:
             self._take_control(events)
@@ -116,9 +130,8 @@ class ZmqHub:
         """Send what is queued for at most linger_s, then close; groups already polled stay readable."""
         if self._owner.forked:
             return
-        for monitored in (self._control, self._data):
-            if not monitored.closed:
-                monitored.disable_monitor()
+        for connections in self._connections:
+            connections.close()
         self._context.destroy(linger=math.ceil(linger_s * 1000))
         self._waker.close()
         self._woken.close()
@@ -146,20 +159,6 @@ class ZmqHub:
             if num_bytes >= MAX_POLL_BYTES:
                 return
 
-    def _monitor(self, monitored: zmq.Socket) -> zmq.Socket:
-        return monitored.get_monitor_socket(_HANDSHAKE | zmq.EVENT_DISCONNECTED)
-
-    def _count_connections(self, monitor: zmq.Socket) -> None:
-        for _ in range(MAX_POLL_MESSAGES):
-            try:
-                event = recv_monitor_message(monitor, zmq.NOBLOCK)["event"]
-            except zmq.Again:
-                return
-            if event & _HANDSHAKE:
-                self._intake.refuse(BadMessage("handshake", "a peer that does not speak ZMTP connected"))
-            elif event == zmq.EVENT_DISCONNECTED:
-                self.disconnects += 1
-
     def _not_sent(self, reason: str) -> bool:
         self.unsent[reason] += 1
         return False
@@ -168,11 +167,18 @@ class ZmqHub:
 class ZmqLink:
     """A rollout's end, see `base.Link`. To be made inside the loop that uses it. `refused` counts malformed messages."""
 
-    def __init__(self, control_address: str, *, max_message_bytes: int, heartbeat_timeout_s: float = 15.0) -> None:
+    def __init__(
+        self,
+        control_address: str,
+        *,
+        max_message_bytes: int,
+        keys: RolloutKeys | None = None,
+        heartbeat_timeout_s: float = 15.0,
+    ) -> None:
         """Connect the control channel in the background. Raises TransportError when control_address is no address."""
         self._owner = Owner()
         self._context = zmq.Context()
-        self._max_message_bytes = max_message_bytes
+        self._max_message_bytes, self._keys = max_message_bytes, keys
         self._heartbeat_timeout_s = heartbeat_timeout_s
         self._control: Awaitable | None = None
         self._data: Awaitable | None = None
@@ -274,7 +280,7 @@ class ZmqLink:
     def _open(self, kind: int, address: str) -> Awaitable:
         made = make_socket(self._context, kind, self._heartbeat_timeout_s, self._max_message_bytes)
         try:
-            connect(made, address)
+            connect(made, address, self._keys)
         except TransportError:
             made.close()
             raise
