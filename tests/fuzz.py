@@ -56,7 +56,7 @@ class Ear:
     def notify(self) -> None: ...
 
     def take(self) -> list[Message]:
-        messages = [decode(content) for content in self.heard]
+        messages: list[Message] = [decode(content) for content in self.heard]
         self.heard.clear()
         return messages
 
@@ -176,7 +176,7 @@ class Life:
                 self.control.end_evaluation()
             for member in self.control.members:
                 self.control.expel(member.rollout_id, "it went silent", self.now)
-        hello = Hello(protocol=PROTOCOL, **IDENTITY, name="honest", num_slots=8, pid=77)
+        hello = Hello.model_validate(IDENTITY | {"protocol": PROTOCOL, "name": "honest", "num_slots": 8, "pid": 77})
         self.said(peer, hello)
         (welcome,) = [m for m in ear.take() if isinstance(m, Welcome)]
         for _ in range(4):  # whatever was ready may fill the window: the trainer takes it

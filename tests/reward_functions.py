@@ -92,7 +92,7 @@ def parity(prompt: str, answer: str, **_: Any) -> float:
 
 def eats(prompt: str, answer: str, **_: Any) -> float:
     """As much memory as the answer says, in Python's own objects or in one array; or how large a core may be."""
-    kind, _, size = answer.partition(" ")
+    kind, size = answer.split(" ") if " " in answer else (answer, "0")
     if kind == "list":
         KEPT.extend(bytes(1 << 20) for _ in range(int(size) >> 20))
     if kind == "array":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import tracemalloc
+from typing import Any
 
 import msgpack
 import pytest
@@ -62,7 +63,7 @@ TestStrangers = pytest.mark.timeout(600)(Strangers.TestCase)
 TestStrangers.settings = settings(max_examples=15, stateful_step_count=30, deadline=None)
 
 
-def _greedy_messages() -> dict[str, list[bytes]]:
+def _greedy_messages() -> dict[str, list[Any]]:
     """Each the worst of its kind: the most memory for its size."""
     frames = [bytes(frame) for frame in encode_group(make_group())]
     header = msgpack.unpackb(frames[0])

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 
 from async_rl.learner.checkpoint import Checkpointer, CheckpointError
 from async_rl.learner.shard_index import ShardReader

@@ -178,8 +178,9 @@ class Pipes:
         """Nothing more is wanted of it. Call it before its end of the pipe is closed: the number of that goes to the next."""
         if rest := self._unfinished.pop(child, b""):
             self._pass_on(child, rest + b"\n")
-        if child.popen.stdout in self._selector.get_map():
-            self._selector.unregister(child.popen.stdout)
+        pipe = child.popen.stdout
+        if pipe is not None and pipe in self._selector.get_map():
+            self._selector.unregister(pipe)
 
     def _pass_on(self, child: Child, data: bytes) -> None:
         self._show(data)

@@ -151,7 +151,7 @@ def read_record(path: Path, start: int = 0) -> Iterator[Life | Recorded]:
             if content["kind"] == "life":
                 if content["format"] != FORMAT:
                     raise EntryError(f"it has format {content['format']}, where {FORMAT} is read")
-                yield Life(*(content[name] for name in LIFE), end)
+                yield Life(**{name: content[name] for name in LIFE}, end=end)
             else:
                 records = [unpack_record(data, decode_group) for data in content["records"]]
                 yield Recorded(content["version"], content["incarnation"], records, end)

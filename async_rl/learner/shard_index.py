@@ -44,6 +44,7 @@ class ShardReader(FileSystemReader):
             metadata = _Unpickler(file).load()
         if not isinstance(metadata, Metadata):
             raise pickle.UnpicklingError("its index is no index")
-        metadata.storage_meta = getattr(metadata, "storage_meta", None) or StorageMeta()
-        metadata.storage_meta.load_id = self.load_id
+        meta = getattr(metadata, "storage_meta", None) or StorageMeta()
+        meta.load_id = self.load_id
+        metadata.storage_meta = meta
         return metadata

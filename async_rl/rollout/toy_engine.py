@@ -78,7 +78,7 @@ class ToyEngine:
         """Until its first commit it serves `serving`; with None it keeps requests waiting."""
         self.script = script
         self.generated_tokens = 0
-        self.core_pid = None
+        self.core_pid: int | None = None
         self.parameters = dict(parameters)
         self.name = serving or WeightName(0, 0)
         self._max_model_len = max_model_len

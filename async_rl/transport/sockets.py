@@ -37,7 +37,7 @@ def make_socket(context: zmq.Context, kind: int, heartbeat_timeout_s: float, max
     made = context.socket(kind)
     control = kind in (zmq.ROUTER, zmq.DEALER)
     made.set_hwm(CONTROL_QUEUE if control else DATA_QUEUE)
-    most_bytes = {zmq.ROUTER: SAID_MAX_BYTES, zmq.DEALER: CONTROL_MAX_BYTES}.get(kind, max_message_bytes)
+    most_bytes = {int(zmq.ROUTER): SAID_MAX_BYTES, int(zmq.DEALER): CONTROL_MAX_BYTES}.get(int(kind), max_message_bytes)
     made.setsockopt(zmq.MAXMSGSIZE, most_bytes + SEALED_BYTES)
     made.setsockopt(zmq.LINGER, 0)
     made.setsockopt(zmq.TCP_KEEPALIVE, 1)

@@ -24,20 +24,21 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
-from async_rl.observability.sinks import read_run
 from benchmarks.chaos.faults import schedule
-from benchmarks.chaos.hosts import LEARNER, enter
+from benchmarks.chaos.hosts import LEARNER, Host, enter
 from benchmarks.chaos.scene import ROOT, Scene
+from benchmarks.chaos.verdict import curve, score, verdict
 
 RECOVERY_S = 180.0  # longest from the end of a fault to the run as it was
 QUIET_STEPS = 2
 STALL_S = 15.0  # without a new version; a longer one must be explained by a line, which waits give every 10 s
 NO_END = 1_000_000
 MORE_STEPS = 5
+NUM_DRAWS = 512
 GRACE_S = 10.0  # for processes to be gone
 OVERRIDES = (
     f"transport.host={LEARNER}",
-    "transport.insecure=true",
+    "record=true",
     "transport.heartbeat_s=0.5",
     "transport.heartbeat_timeout_s=5",
     "transport.connect_timeout_s=300",
@@ -53,7 +54,7 @@ OVERRIDES = (
     "checkpoint.every=5",
     "data.reward=benchmarks.chaos.reward:score",
     "eval.every=40",
-    "eval.draws=256",
+    "eval.draws=64",
 )
 
 
@@ -70,17 +71,20 @@ def main() -> int:
     enter()
     folder = (arguments.keep or Path(tempfile.mkdtemp(prefix="chaos-"))).absolute()
     folder.mkdir(exist_ok=True)
-    scene = Scene(folder / "chaos", [*OVERRIDES, f"seed={arguments.seed}"])
+    hosts = [Host(1), Host(2)]
+    scene = Scene(folder / "chaos", [*OVERRIDES, f"seed={arguments.seed}"], hosts)
     line = _disturbed(scene, arguments.faults, arguments.seed, arguments.kinds)
     if arguments.compare:
-        line["undisturbed"] = _undisturbed(folder / "calm", arguments.seed, min(arguments.compare, scene.version))
+        calm = Scene(folder / "calm", scene.overrides, hosts)
+        line["undisturbed"] = _undisturbed(calm, min(arguments.compare, line["num_steps"]))
     print(json.dumps(line), flush=True)
     if not arguments.keep:
-        subprocess.run(["umount", str(scene.run_dir / "checkpoints")])
+        for mounted in folder.glob("*/checkpoints"):
+            subprocess.run(["umount", str(mounted)], check=True)
         shutil.rmtree(folder)
     faultless = line["lost"] == line["doubled"] == line["orphans"] == line["unexplained_stalls"] == 0
-    ends = (line["stopped_with"], line["exit_code"])
-    return 0 if faultless and line["survived"] == line["faults"] == arguments.faults and ends == (143, 0) else 1
+    ends = (line["stopped_with"], line["exit_code"], line["whole"])
+    return 0 if faultless and line["survived"] == line["faults"] == arguments.faults and ends == (143, 0, True) else 1
 
 
 def _disturbed(scene: Scene, num_faults: int, seed: int, names: list[str]) -> dict[str, Any]:
@@ -113,23 +117,20 @@ def _disturbed(scene: Scene, num_faults: int, seed: int, names: list[str]) -> di
     strangers = scene.strangers()
     for stranger in strangers:
         _tell(f"orphan: {stranger}")
-    groups = result["ledger"]["groups"]
     return {
         "seed": seed,
         "faults": sum(int(kind["faults"]) for kind in kinds.values()),
         "survived": sum(int(kind["survived"]) for kind in kinds.values()),
-        "lost": num_steps * 16 - groups["trained"],
-        "doubled": 0,
+        **verdict(scene.run_dir, result),
         "orphans": len(strangers),
         "unexplained_stalls": len(unexplained),
         "stopped_with": stopped,
         "exit_code": code,
-        "balanced": result["ledger"]["balanced"],
         "kinds": kinds,
         "num_steps": num_steps,
         "incarnations": scene.incarnation,
-        "ledger": result["ledger"],
-        "curve": _curve(scene.run_dir),
+        "curve": curve(scene.run_dir),
+        "accuracy": score(scene.run_dir, NUM_DRAWS),
         "seconds": round(time.time() - started),
         "machine": f"{os.cpu_count()} cores, {platform.machine()}, Python {platform.python_version()}",
         "commit": _commit(),
@@ -163,18 +164,12 @@ def _gaps(scene: Scene, begin_s: float, end_s: float) -> list[tuple[float, float
     return list(itertools.pairwise(marks))
 
 
-def _undisturbed(run_dir: Path, seed: int, num_steps: int) -> dict[str, Any]:
+def _undisturbed(scene: Scene, num_steps: int) -> dict[str, Any]:
     """The same run left in peace."""
-    scene = Scene(run_dir, [*OVERRIDES, f"seed={seed}"])
     scene.start(num_steps)
-    code, result = scene.finish(1200.0)
-    return {"exit_code": code, "curve": _curve(run_dir), "eval_last": result["eval_last"]}
-
-
-def _curve(run_dir: Path) -> list[tuple[int, float]]:
-    """(version, held-out accuracy) of each evaluation."""
-    rows = [row for row in read_run(run_dir) if "eval/accuracy" in row]
-    return [(row["step"], round(row["eval/accuracy"], 3)) for row in rows]
+    code, _ = scene.finish(1800.0)
+    learnt = {"curve": curve(scene.run_dir), "accuracy": score(scene.run_dir, NUM_DRAWS)}
+    return {"num_steps": num_steps, "exit_code": code, **learnt}
 
 
 def _commit() -> str:

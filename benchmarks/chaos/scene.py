@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 import psutil
 
 from async_rl.observability.sinks import METRICS, TIMING
+from async_rl.transport.keys import make_keys
 from benchmarks.chaos.hosts import Host, small_disk
 from benchmarks.chaos.reward import MODE_FILE
 
@@ -30,7 +31,8 @@ LOOK_S = 0.2
 TAIL_BYTES = 16 << 10
 DISK_BYTES = 64 << 20
 TOYS = ("toy-1", "toy-2")
-SCRIPT = {"token_delay_s": 0.1}
+# Their answers are noise, worth nothing, so that their groups have no variance: they cost the run time and teach it nothing.
+TOY = {"ASYNC_RL_ENGINE": "toy", "ASYNC_RL_TOY": json.dumps({"token_delay_s": 0.1})}
 SPOKEN = re.compile(r"waiting|starting it again|resumed|expelled|left|evaluates|joined|has not ended|killed by")
 STAMP = re.compile(r"(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d)\.(\d{3}) ")
 
@@ -59,9 +61,9 @@ class Operator:
 class Scene:
     run_dir: Path
     overrides: list[str]
+    hosts: list[Host]
     seen: list[Seen] = field(default_factory=list)
     said: list[tuple[float, str]] = field(default_factory=list)  # lines of the terminal, and when
-    hosts: list[Host] = field(default_factory=lambda: [Host(1), Host(2)])
 
     def __post_init__(self) -> None:
         self.output = self.run_dir.with_suffix(".txt")
@@ -70,14 +72,17 @@ class Scene:
         self._read = 0
         self._closing = threading.Event()
         self._lock = threading.RLock()
-        self._env = {**os.environ, MODE_FILE: str(self.mode_file), "ASYNC_RL_TOY": json.dumps(SCRIPT)}
+        self._env = {**os.environ, MODE_FILE: str(self.mode_file)}
+        self.keys = self.run_dir.with_suffix(".keys")
+        make_keys(self.keys)
         small_disk(self.run_dir / "checkpoints", DISK_BYTES)
 
     # ---- processes
 
     def start(self, num_steps: int) -> None:
         """`async-rl train`, then the two rollouts by hand."""
-        argv = [sys.executable, "-m", "async_rl", "train", "configs/quickstart.yaml", f"run_dir={self.run_dir}"]
+        places = (f"run_dir={self.run_dir}", f"transport.keys={self.keys}")
+        argv = [sys.executable, "-m", "async_rl", "train", "configs/quickstart.yaml", *places]
         with self.output.open("ab") as file:
             self.train = subprocess.Popen(
                 [*argv, f"num_steps={num_steps}", *self.overrides],
@@ -100,9 +105,9 @@ class Scene:
     def _start_toy(self, name: str, host: Host) -> subprocess.Popen[bytes]:
         log = self.run_dir / "logs" / f"{name}.log"
         log.parent.mkdir(parents=True, exist_ok=True)
-        argv = [*host.enter, sys.executable, "-m", "benchmarks.chaos.toy", str(self.run_dir), name]
+        argv = [*host.enter, sys.executable, "-m", "async_rl.rollout", str(self.run_dir), "--name", name]
         with log.open("ab") as file:
-            return subprocess.Popen(argv, cwd=ROOT, stdout=file, stderr=file, env=self._env, start_new_session=True)
+            return subprocess.Popen(argv, cwd=ROOT, stdout=file, stderr=file, env=self._env | TOY, start_new_session=True)
 
     def finish(self, timeout_s: float) -> tuple[int, dict[str, Any]]:
         """Exit code of the launcher, which ends or is made to, and the JSON of its last line."""
