@@ -59,7 +59,7 @@ def _start(parent: int, memory_bytes: int) -> None:
     os.setsid()
     os.dup2(2, 1)
     signal.signal(signal.SIGTERM, lambda *_: os.killpg(0, signal.SIGKILL))
-    # Not RLIMIT_AS: that counts every library, and what torch and CUDA reserve and never touch.
+    # Not RLIMIT_AS: that counts every library, too, and whatever address space is reserved and never touched.
     for kind, limit in ((resource.RLIMIT_DATA, memory_bytes), (resource.RLIMIT_CORE, 0)):
         hard = resource.getrlimit(kind)[1]
         limit = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
