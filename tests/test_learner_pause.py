@@ -232,7 +232,7 @@ def test_a_run_resumed_on_probation_is_steered_and_watched_as_it_was(tmp_path: P
     whole = make_training(tmp_path / "whole", HIGH, HIGH, 7.0, HIGH, HIGH, LOW, **kl)
     assert whole.train(monkeypatch)[0] == 0
     first = make_training(tmp_path / "cut", HIGH, HIGH, 7.0, HIGH, **kl)
-    first.on_step[3] = first.stop_by_signal  # seen before the update
+    first.on_step[2] = first.stop_by_signal  # seen when that step is done
     assert first.train(monkeypatch)[1] == "stopped" and states(first) == [0, 1, 2]
     second = make_training(tmp_path / "cut", HIGH, HIGH, 7.0, HIGH, HIGH, LOW, incarnation=2, **kl)
     assert second.gate.phase is Phase.PROBATION and second.gate.num_actions == 1

@@ -7,6 +7,7 @@ import threading
 import time
 from pathlib import Path
 
+import msgpack
 import pytest
 import torch
 
@@ -115,6 +116,17 @@ def test_one_failure_is_forgotten_with_the_next_success(tmp_path: Path, monkeypa
         f"checkpoint of version {n} failed (1 in" for n in (2, 5)
     ]
     assert (scene.saver.failed, scene.saver.saved) == (0, 8)
+
+
+def test_a_signal_within_a_step_waits_for_its_end_so_that_the_next_life_goes_on_exactly(tmp_path: Path, monkeypatch) -> None:
+    scene = Training(tmp_path, {}, scene_config(tmp_path, gated=False))
+    scene.on_step[3] = scene.stop_by_signal
+    assert scene.train(monkeypatch) == (143, "stopped", "stopped by SIGTERM; checkpoint of version 4")
+    assert [row["step"] for row in scene.rows()] == [1, 2, 3, 4]
+    latest = Checkpointer(tmp_path / "checkpoints", keep=1).latest_complete()
+    assert latest and latest.name == "step_000004"
+    held = msgpack.unpackb((latest / "state.msgpack").read_bytes(), strict_map_key=False)
+    assert [record["state"] for record in held["ledger"]["records"] if record["state"] == "taken"] == []
 
 
 def test_an_evaluation_that_ends_before_its_checkpoint_is_complete_counts_when_it_is(tmp_path: Path) -> None:

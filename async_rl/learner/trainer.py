@@ -194,7 +194,9 @@ class Trainer:
     def _before_update(self) -> None:
         """Before each optimizer step, on all ranks: nothing may still read the weights."""
         started = time.monotonic()
-        self._wait(self.publisher.begin_update, "the weights to be sent before the next optimizer step")
+        # half a step is nothing that could be resumed exactly: a signal waits for its end
+        what = "the weights to be sent before the next optimizer step"
+        self._wait(self.publisher.begin_update, what, stoppable=False)
         self.progress.waited("publish", time.monotonic() - started)
         self.commands.issue(Code.PROCEED)
 
@@ -348,7 +350,9 @@ class Trainer:
 
     # ---- waiting
 
-    def _wait(self, ready: Callable[[], T | None], what: str, detail: Callable[[], str] | None = None) -> T:
+    def _wait(
+        self, ready: Callable[[], T | None], what: str, detail: Callable[[], str] | None = None, stoppable: bool = True
+    ) -> T:
         """The first true result of `ready`, called under the lock; meanwhile gathers are served and IDLE is said.
 
         A long wait is told on the console, too, and again whenever it has doubled.
@@ -358,7 +362,8 @@ class Trainer:
         with waiting(what, detail):
             while True:
                 with self.control.changed:
-                    self.stop.raise_if_asked()
+                    if stoppable:
+                        self.stop.raise_if_asked()
                     self.control.raise_if_hopeless(time.monotonic())
                     self._settle_evaluation()
                     result = ready()
