@@ -74,12 +74,17 @@ class Run:
 
 @contextmanager
 def train(
-    tmp_path: Path, *overrides: str, config: Path = QUICKSTART, cwd: Path = ROOT, python_path: Path | None = None
+    tmp_path: Path,
+    *overrides: str,
+    config: Path = QUICKSTART,
+    cwd: Path = ROOT,
+    python_path: Path | None = None,
+    through: tuple[str, ...] = (),
 ) -> Iterator[Run]:
     """A run with `overrides`, killed with all its children at the end of the block if it still lives. `python_path`: a folder
-    whose modules, a `sitecustomize` among them, all its processes find first."""
+    whose modules, a `sitecustomize` among them, all its processes find first. `through`: a command that becomes the run."""
     run_dir, output = tmp_path / "run", tmp_path / "output.txt"
-    argv = [sys.executable, "-m", "async_rl", "train", str(config), f"run_dir={run_dir}", *overrides]
+    argv = [*through, sys.executable, "-m", "async_rl", "train", str(config), f"run_dir={run_dir}", *overrides]
     with output.open("w") as file:
         popen = subprocess.Popen(
             argv,

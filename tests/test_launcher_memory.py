@@ -37,11 +37,12 @@ def test_on_one_host_everything_adds_up_there():
 
 
 @pytest.mark.parametrize(
-    ("ranks", "replicas", "state", "loading"), [(4, 1, 16, 4), (4, 2, 32, 0), (4, 4, 64, 0), (8, 1, 16, 20)]
+    ("ranks", "replicas", "state", "loading"), [(4, 1, 16, 0), (4, 2, 32, 0), (4, 4, 64, 0), (8, 1, 16, 8), (16, 1, 16, 40)]
 )
 def test_shards_share_the_state_replicas_repeat_it_and_every_rank_loads_it_whole(ranks, replicas, state, loading):
     (parts,) = demand(learner={"ranks": ranks, "replicas": replicas}).values()
     assert share(parts, "gradients") == state
+    assert share(parts, "the copy") == 0.75 * state, "parameters and moments; loading took that room before"
     assert share(parts, "whole models") == loading
 
 
@@ -50,7 +51,8 @@ def test_with_gpus_of_their_own_the_host_only_loads():
     assert set(found) == {HOST, "GPU 0", "GPU 1"}
     assert share(found["GPU 0"], "gradients") == 16 and share(found["GPU 0"], "rollouts") == 0
     assert share(found["GPU 1"], "rollouts' weights") == share(found["GPU 1"], "staged") == 2
-    assert share(found[HOST], "whole models") == 4 and share(found[HOST], "staged") == 0
+    assert share(found[HOST], "the copy") == 12, "where a checkpoint is written from"
+    assert share(found[HOST], "whole models") == 0 and share(found[HOST], "staged") == 0
 
 
 def test_one_card_for_both_holds_both_and_stages_on_the_host():
@@ -82,11 +84,13 @@ def test_a_reference_is_one_frozen_copy_in_shards_in_bf16_on_a_gpu():
 
 def test_models_are_loaded_one_after_another_beside_those_that_are_there():
     small = ModelSize(GIB // 16, GIB // 64, 100_000)
-    wide: dict[str, Any] = {"learner": {"ranks": 8}}
-    assert share(demand(critic=SIZE, **wide, **GAE)[HOST], "whole models") == 8 * 4 + 4 + 12 - 32
-    assert share(demand(critic=small, **wide, **GAE)[HOST], "whole models") == 8 * 4 + 4 - 17, "the policy's was the peak"
-    assert share(demand(2, critic=small, **GAE)[HOST], "whole models") == 4
-    assert share(demand(2, critic=ModelSize(2 * GIB, GIB, 1), **GAE)[HOST], "whole models") == 8
+    wide: dict[str, Any] = {"learner": {"ranks": 16}}
+    assert share(demand(critic=SIZE, **wide, **GAE)[HOST], "whole models") == 16 * 4 + 4 + 12 - 32 - 24
+    assert share(demand(critic=small, **wide, **GAE)[HOST], "whole models") == 16 * 4 + 4 - 17 - 12.75, (
+        "the policy's was the peak"
+    )
+    assert share(demand(2, critic=small, **GAE)[HOST], "whole models") == 0
+    assert share(demand(2, critic=ModelSize(4 * GIB, GIB, 1), **GAE)[HOST], "the copy") == 12 + 48
 
 
 @pytest.mark.parametrize(
@@ -106,7 +110,7 @@ def test_models_are_loaded_one_after_another_beside_those_that_are_there():
     ],
 )
 def test_what_cannot_fit_names_its_largest_part_and_the_key(num_gpus, sections, words):
-    limits = {HOST: 12 * GIB, "GPU 0": 12 * GIB}
+    limits = {HOST: 100 * GIB if num_gpus else 12 * GIB, "GPU 0": 12 * GIB}
     sentence = problem(demand(num_gpus, **sections), limits)
     assert words in sentence and "12.0 GiB" in sentence
 

@@ -143,6 +143,32 @@ def test_two_writers_of_a_log_never_share_a_line(tmp_path):
     assert (tmp_path / "x.log").read_text() == "other\nhalf line\n"
 
 
+def test_the_pipe_of_a_process_whose_leftovers_hold_it_is_free_for_the_next(tmp_path):
+    left = (
+        "import subprocess, sys; print(subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(20)']).pid, flush=True)"
+    )
+
+    def start(program: str) -> Child:
+        return Child(
+            ProcessSpec("x", (sys.executable, "-c", program), dict(os.environ), tmp_path / "x.log", None, ()), piped=True
+        )
+
+    pipes, first = Pipes(), start(left)
+    pipes.add(first)
+    first.popen.wait(20)
+    pipes.pass_on(0.1)
+    pipes.drop(first)
+    first.close()
+    second = start("print('the next')")
+    pipes.add(second)
+    second.popen.wait(20)
+    pipes.pass_on(1.0)
+    second.close()
+    pid, said = (tmp_path / "x.log").read_text().split(maxsplit=1)
+    os.kill(int(pid), signal.SIGKILL)
+    assert said == "the next\n"
+
+
 @pytest.mark.parametrize(
     ("said", "words"),
     [

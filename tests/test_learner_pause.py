@@ -98,7 +98,7 @@ def test_a_roll_back_restores_every_weight_and_moment_under_a_new_version(tmp_pa
     training = make_training(tmp_path, LOW, LOW, LOW, HIGH, HIGH, gate_action="roll_back")
     training.trainer.rank.checkpointer.keep = keep
     on_disk: list[list[int]] = []
-    training.on_notice[PAUSED] = lambda: on_disk.append(saved(tmp_path))
+    training.on_notice[PAUSED] = lambda: (training.saver.finish(), on_disk.append(saved(tmp_path)))
     served: list[dict[str, torch.Tensor]] = []
     training.on_step[6] = lambda: served.append(dict(training.rollout.received))
     assert training.train(monkeypatch) == (0, "finished", "8 steps done")
@@ -141,7 +141,7 @@ def test_a_damaged_checkpoint_is_passed_over_and_without_any_the_run_ends_in_a_s
     tmp_path: Path, monkeypatch: Any
 ) -> None:
     training = make_training(tmp_path, LOW, LOW, HIGH, HIGH, gate_action="roll_back")
-    training.on_notice[PAUSED] = lambda: shutil.rmtree(tmp_path / "checkpoints")
+    training.on_notice[PAUSED] = lambda: (training.saver.finish(), shutil.rmtree(tmp_path / "checkpoints"))
     code, status, reason = training.train(monkeypatch)
     assert (code, status) == (4, "failed")
     assert "there is no checkpoint from before that to roll back to; the newest checkpoint is of version 4" in reason
@@ -232,7 +232,7 @@ def test_a_run_resumed_on_probation_is_steered_and_watched_as_it_was(tmp_path: P
     whole = make_training(tmp_path / "whole", HIGH, HIGH, 7.0, HIGH, HIGH, LOW, **kl)
     assert whole.train(monkeypatch)[0] == 0
     first = make_training(tmp_path / "cut", HIGH, HIGH, 7.0, HIGH, **kl)
-    first.on_step[3] = first.stop_by_signal  # seen before the update
+    first.on_step[2] = first.stop_by_signal  # seen when that step is done
     assert first.train(monkeypatch)[1] == "stopped" and states(first) == [0, 1, 2]
     second = make_training(tmp_path / "cut", HIGH, HIGH, 7.0, HIGH, HIGH, LOW, incarnation=2, **kl)
     assert second.gate.phase is Phase.PROBATION and second.gate.num_actions == 1

@@ -51,12 +51,13 @@ def held(rank: Rank) -> dict[str, torch.Tensor]:
 def lead(rank: Rank, update: Following) -> None:
     """What the trainer says in a step, a checkpoint, another step, a roll back."""
     rank.commands.issue(Code.SAVE, 3)
-    rank.save(3, b"state")
+    rank.save(3, b"state")  # written while the steps below change what it was copied from
     for step in (3, 4):
         rank.commands.issue(Code.STEP, step)
         rank.steer(STEERED)
         update.run(None, step, STEERED, lambda: rank.commands.issue(Code.PROCEED), None)
     rank.commands.issue(Code.ROLL_BACK, 3)
+    rank.saving.finish()
     rank.roll_back(3)
     rank.commands.issue(Code.END)
 
@@ -65,13 +66,14 @@ def work(number: int, folder: Path) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=number, world_size=2, timeout=TIMEOUT)
     group = dist.new_group(backend="gloo", timeout=TIMEOUT)
-    assert isinstance(group, dist.ProcessGroup)
+    savers = dist.new_group(backend="gloo", timeout=TIMEOUT)
+    assert isinstance(group, dist.ProcessGroup) and isinstance(savers, dist.ProcessGroup)
     config = make_config(learner={"ranks": 2})
     mesh = make_mesh(config.learner, CPU)
     policy = make_policy(mesh=mesh)
     _, optimizer = make_update(config, policy, group)
     update: Any = Following(config, policy, optimizer)
-    rank = Rank(policy, optimizer, update, None, Commands(group), Checkpointer(folder, 1, group), mesh, group)  # pyright: ignore[reportArgumentType]
+    rank = Rank(policy, optimizer, update, None, Commands(group), Checkpointer(folder, 1, savers), mesh, group)  # pyright: ignore[reportArgumentType]
     rank.scatter = lambda batch: batch  # pyright: ignore[reportAttributeAccessIssue]  # no batch is needed here
     before = held(rank)
     if number == 0:

@@ -153,7 +153,9 @@ class Training:
         try:
             self.rollout = AnsweringRollout(self, "rollout-0")  # pyright: ignore[reportArgumentType]
             self.rollout.delay_s = delay_s
-            return _train(self.trainer)
+            ended = _train(self.trainer)
+            self.saver.close()
+            return ended
         finally:
             with self.control.changed:
                 self.ledger.end()

@@ -144,16 +144,22 @@ def _learner(config: Config, plan: Plan, size: ModelSize, critic: ModelSize | No
     transit = Part("weights on their way", on_their_way, "lower weights.bucket_bytes")
     fewer = "lower learner.ranks" if c.ranks > 1 else "use a smaller model.path"
     runtime = Part("the learner's runtime", LEARNER_BYTES, fewer)
+    # parameters and moments of what is trained, without gradients
+    copied = sum(model.resting for model in models if model.part.num_bytes > model.resting)
+    smaller = "lower learner.replicas" if c.replicas > 1 else "use a smaller model.path"
+    snapshot = Part("the copy that a checkpoint is written from", copied, smaller)
     found: list[tuple[str, list[Part]]] = []
     for rank in range(c.ranks):
         if plan.learner.gpus:
             own = [*states, logits, transit, Part("the learner's runtime", LEARNER_GPU_BYTES, fewer)]
             found.append((f"GPU {plan.learner.gpus[rank % len(plan.learner.gpus)]}", own))
             largest = max(model.whole for model in models)  # one after another, each gone when it is sharded
-            found.append((HOST, [runtime, Part("whole models while ranks load", largest, fewer)]))
+            # while ranks load there is no copy yet
+            found.append((HOST, [runtime, snapshot, Part("whole models while ranks load", max(0, largest - copied), fewer)]))
         else:
-            extra = _loading(models, c.ranks // c.replicas)
-            found.append((HOST, [runtime, *states, logits, transit, Part("whole models while ranks load", extra, fewer)]))
+            extra = max(0, _loading(models, c.ranks // c.replicas) - copied)
+            loading = Part("whole models while ranks load", extra, fewer)
+            found.append((HOST, [runtime, *states, snapshot, logits, transit, loading]))
     return found
 
 

@@ -126,6 +126,8 @@ def _build(config: Config, folder: Path, device: torch.device) -> Rank:
     optimizer = Optimizer(named, config.learner, config.learner.lr, num_optimizer_steps(config))
     group = dist.new_group(backend="gloo", timeout=timedelta(seconds=config.learner.step_timeout_s))
     assert isinstance(group, dist.ProcessGroup)
+    savers = dist.new_group(backend="gloo", timeout=timedelta(seconds=config.learner.step_timeout_s))
+    assert isinstance(savers, dist.ProcessGroup)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     place = device if weight_backend(config) == "nccl" else torch.device("cpu")  # gloo sends from host memory
     return Rank(
@@ -134,7 +136,7 @@ def _build(config: Config, folder: Path, device: torch.device) -> Rank:
         update=PolicyUpdate(config, policy, optimizer, group, reference),
         source=WeightSource(named, dtype, config.weights.bucket_bytes, root=dist.get_rank() == 0, device=place),
         commands=Commands(group),
-        checkpointer=Checkpointer(folder / "checkpoints", config.checkpoint.keep, group),
+        checkpointer=Checkpointer(folder / "checkpoints", config.checkpoint.keep, savers),
         mesh=mesh,
         group=group,
     )

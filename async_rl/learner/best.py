@@ -26,6 +26,10 @@ class Score(NamedTuple):
     accuracy: float
 
 
+class _Verdict(NamedTuple):
+    accuracy: float | None
+
+
 class Best:
     """`resumed` is the version this life of the learner began with; None means a new run, which has no best."""
 
@@ -33,6 +37,8 @@ class Best:
         self.directory, self._notice = directory, notice
         self.score: Score | None = None
         self._candidate: int | None = None  # the version under evaluation, if it has a checkpoint
+        self._complete = True  # the checkpoint
+        self._verdict: _Verdict | None = None  # that came before it was
         self._recall(resumed)
 
     @property
@@ -41,13 +47,26 @@ class Best:
         versions = (self.score.version if self.score else None, self._candidate)
         return {version for version in versions if version is not None}
 
-    def begin(self, version: int) -> None:
-        """This version has a checkpoint and is being evaluated."""
-        self._candidate = version
+    def begin(self, version: int, complete: bool = True) -> None:
+        """This version is being evaluated and has a checkpoint, which may still be in progress: then `written` follows."""
+        self._candidate, self._complete, self._verdict = version, complete, None
+
+    def written(self, version: int, whole: bool) -> None:
+        """The checkpoint of this version is complete now, or never will be."""
+        if version != self._candidate or self._complete:
+            return
+        self._complete, verdict = True, self._verdict
+        if not whole:
+            self._candidate = None
+        elif verdict is not None:
+            self.judge(version, verdict.accuracy)
 
     def judge(self, version: int, accuracy: float | None) -> None:
         """Its evaluation is over; None: it does not count. A tie goes to the newer: it needs no folder beside the newest."""
         if version != self._candidate:
+            return
+        if not self._complete:
+            self._verdict = _Verdict(accuracy)
             return
         self._candidate = None
         if accuracy is None or (self.score and accuracy < self.score.accuracy):

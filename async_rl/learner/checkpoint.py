@@ -3,7 +3,8 @@
 Owns the folder `checkpoints/`, but for `best` in it, and the names under which tensors are kept there; imports torch
 (distributed checkpoint), observability and learner.optim.
 Invariants: a folder named step_NNNNNN was complete when it got that name and its manifest says what it must hold; no
-failure, at whatever write, harms an older one; a state that is not finite is never written. All methods are collective.
+failure, at whatever write, harms an older one; a state that is not finite is never written. All methods are collective, and may
+be called in any one thread at a time.
 The folder must be one that you trust, though torch's index of shards, a pickle, is read without trust (shard_index.py).
 """
 
@@ -58,15 +59,24 @@ class Checkpointer:
         self.rank = dist.get_rank(group) if group else 0
         self.num_ranks = dist.get_world_size(group) if group else 1
 
-    def save(self, step: int, tensors: dict[str, Tensor], extra: bytes | None) -> Path:
+    def save(
+        self,
+        step: int,
+        tensors: dict[str, Tensor],
+        extra: bytes | None,
+        rng: dict[str, Tensor] | None = None,
+        first: Callable[[], None] | None = None,
+    ) -> Path:
         """Write tensors, RNG and rank 0's `extra`; returns the folder. Raises CheckpointError on every rank.
 
-        Keys are equal on all ranks; a DTensor is kept whole, of any other tensor one rank's.
+        Keys are equal on all ranks; a DTensor is kept whole, of any other tensor one rank's. `rng`: what `rng_states` gave when
+        the tensors were copied; None: now. `first` is done before anything is written, on rank 0.
         """
         final, partial = step_folder(self.directory, step), self.directory / f".step_{step:06d}.partial"
         self._agree(lambda: _require_finite(tensors), f"checkpoint of step {step} is not written")
-        tensors = tensors | {f"rng.{name}.rank{self.rank}": state for name, state in _rng_states().items()}
+        tensors = tensors | {f"rng.{name}.rank{self.rank}": state for name, state in (rng or rng_states()).items()}
         try:
+            self._on_root(first or (lambda: None))
             self._on_root(lambda: self._begin(partial))
             self._write_shards(tensors, partial)
             self._on_root(lambda: self._finish(partial, final, extra))
@@ -117,7 +127,7 @@ class Checkpointer:
         What else the checkpoint holds is left alone, such as a critic that the run no longer trains. With another number of
         ranks, RNG streams that were not saved stay as they are. Raises CheckpointError.
         """
-        rng = {f"rng.{name}.rank{self.rank}": state for name, state in _rng_states().items()}
+        rng = {f"rng.{name}.rank{self.rank}": state for name, state in rng_states().items()}
         try:
             reader = ShardReader(folder)
             saved = reader.read_metadata().state_dict_metadata
@@ -333,7 +343,8 @@ def _sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _rng_states() -> dict[str, Tensor]:
+def rng_states() -> dict[str, Tensor]:
+    """Of this rank's generators, by kind."""
     states = {"cpu": torch.get_rng_state()}
     if torch.cuda.is_initialized():
         states["cuda"] = torch.cuda.get_rng_state()

@@ -73,8 +73,15 @@ class Gate:
             self._saved_as = version + 1
 
     def saved(self, version: int) -> None:
-        """There is a complete checkpoint of this version, the newest; whether it is sound shows when its KL is measured."""
+        """There is a checkpoint of this version, the newest, or one has been begun, see `lost`; whether it is sound shows when
+        its KL is measured."""
         self._saved = self._saved_as = version
+
+    def lost(self, version: int) -> None:
+        """The checkpoint that was begun of this version could not be written."""
+        self.sound = tuple(sound for sound in self.sound if sound != version)
+        if self._saved == version:
+            self._saved = self._saved_as = -1
 
     @property
     def spared(self) -> set[int]:

@@ -7,6 +7,7 @@ life cut short by the loss of another rank says nothing: the next life resumes, 
 from __future__ import annotations
 
 import json
+import signal
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -133,6 +134,8 @@ def conduct(parts: Parts, heldout: list[Prompt], found: Discovery | None) -> int
     if found is not None:
         write_discovery(discovery, found)
     code, status, reason = _train(trainer)
+    if code != 128 + signal.SIGINT:  # a second one waits for nothing
+        saver.close()
     rank.commands.issue(Code.END)
     with control.changed:
         kept.ledger.end()
@@ -194,8 +197,10 @@ def _train(trainer: Trainer) -> tuple[int, str, str]:
 
 def _save_at_stop(trainer: Trainer, stopped: RunStopped) -> tuple[int, str, str]:
     try:
+        trainer.saver.finish()
         if trainer.version > 0:
             trainer.save()
+            trainer.saver.finish()
     except RunFailed as e:
         return stopped.code, "stopped", f"{stopped}; {e}"
     if trainer.version == 0:

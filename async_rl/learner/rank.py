@@ -17,6 +17,7 @@ from async_rl.learner.commands import Code, Commands
 from async_rl.learner.failure import RunStopped
 from async_rl.learner.model import PolicyModel
 from async_rl.learner.optim import Optimizer
+from async_rl.learner.saving import Saving
 from async_rl.learner.scatter import scatter_batch
 from async_rl.learner.steering import Steering, share_steering
 from async_rl.learner.step import Callback, PolicyUpdate, StepReport
@@ -33,9 +34,12 @@ class Rank:
     update: PolicyUpdate
     source: WeightSource
     commands: Commands
-    checkpointer: Checkpointer
+    checkpointer: Checkpointer  # with a group of its own
     mesh: DeviceMesh  # what the models are sharded over
     group: dist.ProcessGroup  # gloo, of all learner ranks
+
+    def __post_init__(self) -> None:
+        self.saving = Saving(self.checkpointer)
 
     @property
     def critic(self) -> ValueUpdate | None:
@@ -63,10 +67,9 @@ class Rank:
         with waiting("all ranks to take the steering"):
             return share_steering(steering, self.group)
 
-    def save(self, version: int, state: bytes | None) -> None:
-        """Raises CheckpointError on all ranks alike."""
-        with waiting(f"the checkpoint of version {version} to be written, and all ranks to agree on it"):
-            self.checkpointer.save(version, self._tensors(), state)
+    def save(self, version: int, state: bytes | None, first: Callback | None = None) -> None:
+        """Begin to write a checkpoint of the state as it is, see `Saving.begin`; none may be in progress."""
+        self.saving.begin(version, self._tensors(), state, first)
 
     def load(self, checkpoint: Path) -> bytes | None:
         """Fill the models, their optimizers and the RNG; returns the state that rank 0 saved. Raises CheckpointError."""

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from async_rl.config import Config
 from async_rl.data.prompts import PromptError
 from async_rl.data.record import Record
-from async_rl.data.replay import ReplayLedger
+from async_rl.data.replay import ReplayLedger, Source
 from async_rl.envs.text import decoder, load_tokenizer, tokenizer_digest
 from async_rl.learner import LearnerError
 from async_rl.learner.control import ControlPlane, Identity
@@ -97,7 +97,7 @@ def lead_replay(
     return conduct(parts, [], None)
 
 
-def _source(batches: Iterator[Recorded]):
+def _source(batches: Iterator[Recorded]) -> Source:
     def more() -> tuple[int, list[Record], int] | None:
         found = next(batches, None)
         return None if found is None else (found.version, found.records, found.end)

@@ -52,12 +52,14 @@ def follow(rank: Rank) -> None:
         elif code is Code.GATHER:
             rank.source.gather(argument)
         elif code is Code.SAVE:
-            with contextlib.suppress(CheckpointError):  # rank 0 has the same one, tells it, and decides what follows
-                rank.save(argument, None)
+            rank.saving.follow()
+            rank.save(argument, None)
         elif code is Code.ROLL_BACK:
-            with contextlib.suppress(CheckpointError):
+            rank.saving.follow()
+            with contextlib.suppress(CheckpointError):  # rank 0 has the same one, and ends the run
                 rank.roll_back(argument)
         elif code is Code.END:
+            rank.saving.follow()
             return
 
 
@@ -108,6 +110,7 @@ class Trainer:
         if not self.reached:
             self.evaluate(wait=True)
         self.save()
+        self.saver.finish()
         if self.saver.saved != self.version:
             raise RunFailed(4, f"all steps are done, but the checkpoint of version {self.version} could not be written")
 
@@ -196,7 +199,8 @@ class Trainer:
         A signal is heeded after the step: the other ranks are in it, and a checkpoint of half a step would be none.
         """
         started = time.monotonic()
-        self._wait(self.publisher.begin_update, "the weights to be sent before the next optimizer step", stoppable=False)
+        what = "the weights to be sent before the next optimizer step"
+        self._wait(self.publisher.begin_update, what, stoppable=False)
         self.progress.waited("publish", time.monotonic() - started)
         self.commands.issue(Code.PROCEED)
 
@@ -246,6 +250,7 @@ class Trainer:
             self.progress.notice(f"the checkpoint of version {version} cannot be rolled back to: {problem}")
         else:
             self._end(f"{self.gate.why()}, and there is no checkpoint from before that to roll back to", forgive=True)
+        self._await_save()
         self._wait(self.publisher.begin_update, "the weights to be sent before they are rolled back")
         self.commands.issue(Code.ROLL_BACK, version)
         try:
@@ -263,6 +268,7 @@ class Trainer:
         if forgive:
             self.gate.forgive()
         self.save()
+        self.saver.finish()
         saved = self.saver.saved
         saved = f"the newest checkpoint is of version {saved}" if saved >= 0 else "no checkpoint could be written"
         raise RunFailed(4, f"{sentence}; {saved}")
@@ -292,8 +298,8 @@ class Trainer:
             self.train_through = self.control.begin_evaluation(evaluation)
         if self.config.checkpoint.keep_best and self.version > 0:
             self.save()
-            if self.saver.saved == self.version:
-                self.best.begin(self.version)
+            if self.saver.newest == self.version:
+                self.best.begin(self.version, complete=self.saver.saved == self.version)
         if wait or not self.train_through:
             self._finish_evaluation()
 
@@ -328,11 +334,23 @@ class Trainer:
         return every > 0 and self.version % every == 0
 
     def maybe_save(self) -> None:
+        self.saver.look()
         if self._due(self.config.checkpoint.every) and self.version < self.config.num_steps:
             self.save()
 
     def save(self) -> None:
-        self.saver.save(self.version)
+        """Begin a checkpoint of the current version, unless there is one, or one is being written."""
+        if self.saver.newest != self.version:
+            started = time.monotonic()
+            self._await_save()
+            self.progress.waited("save", time.monotonic() - started)
+            self.saver.begin(self.version)
+
+    def _await_save(self) -> None:
+        """At most one checkpoint is in progress, and a roll back may need it."""
+        if not self.saver.ready():
+            self._wait(self.saver.ready, "the checkpoint in progress to be written")
+        self.saver.look()
 
     # ---- waiting
 
