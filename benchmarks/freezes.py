@@ -51,6 +51,13 @@ class Tail:
         self._at = path.stat().st_size if path.exists() else 0
         self._rest = ""
 
+    @classmethod
+    def whole(cls, path: Path) -> Tail:
+        """With what is in it already."""
+        tail = cls(path)
+        tail._at = 0
+        return tail
+
     def lines(self) -> list[str]:
         with contextlib.suppress(FileNotFoundError), self.path.open("rb") as file:
             file.seek(self._at)
@@ -109,6 +116,16 @@ class Scene:
             found = tail.find(r"published \d+:(\d+) to (.*)$", deadline - time.monotonic())
             if members <= {i.partition("#")[0] for i in found.group(2).split(", ")}:
                 return int(found.group(1))
+
+    @contextmanager
+    def hidden(self) -> Iterator[None]:
+        """While the block runs nobody new finds the learner."""
+        there, away = self.run_dir / "learner.json", self.run_dir / "learner.hidden"
+        there.rename(away)
+        try:
+            yield
+        finally:
+            away.rename(there)
 
 
 @contextmanager

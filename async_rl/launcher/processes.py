@@ -26,6 +26,7 @@ from async_rl.launcher.plan import ProcessSpec
 from async_rl.observability.process import PARENT_PID, die_with_parent
 
 TAIL_BYTES = 64 << 10
+LEAVE_S = 2.0  # a scorer looks for its parent every second
 LOOK_S = 1.0  # between two looks at all processes
 NUM_SEARCHED = 50  # lines of a log, for a sentence
 MAX_WORDS = 200  # characters of it that a terminal gets
@@ -201,7 +202,8 @@ class Pipes:
 def end_all(children: Iterable[Child], grace_s: float, bystanders: Iterable[int] = ()) -> None:
     """Ask every child to end (SIGTERM), and after grace_s kill what is left of them, orphans they left behind included.
 
-    `bystanders` are pids of children this process had before the run; they are left alone.
+    What a child has started ends by itself when the child is gone, some of it after tidying up (semaphores, a temporary
+    folder); it has LEAVE_S for that. `bystanders` are pids of children this process had before the run; they are left alone.
     """
     children = list(children)
     relatives = family(children)
@@ -211,7 +213,12 @@ def end_all(children: Iterable[Child], grace_s: float, bystanders: Iterable[int]
     deadline = time.monotonic() + grace_s
     while any(child.poll() is None for child in children) and time.monotonic() < deadline:
         time.sleep(0.02)
-    relatives |= family(children) | _adopted(bystanders)
+    relatives |= family(children)
+    for child in children:
+        if child.poll() is None:
+            child.popen.kill()
+    relatives |= _adopted(bystanders)
+    _await_end(relatives)
     for process in relatives:
         _kill_group(process)
     for child in children:
@@ -219,6 +226,12 @@ def end_all(children: Iterable[Child], grace_s: float, bystanders: Iterable[int]
             child.popen.wait(timeout=5)
         child.close()
     psutil.wait_procs(_adopted(bystanders), timeout=5)
+
+
+def _await_end(processes: Iterable[psutil.Process]) -> None:
+    deadline = time.monotonic() + LEAVE_S
+    while any(_alive(process) for process in processes) and time.monotonic() < deadline:
+        time.sleep(0.02)
 
 
 def own_children() -> set[int]:

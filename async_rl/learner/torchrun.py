@@ -30,6 +30,7 @@ def main(num_ranks: str, run_dir: str) -> int:
                 "--rdzv-backend=c10d",
                 "--rdzv-endpoint=127.0.0.1:0",
                 "--max-restarts=0",
+                f"--log-dir={os.devnull}",  # else it leaves a folder in the temporary directory, which nobody removes
                 "--module",
                 "async_rl.learner",
                 run_dir,

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import shutil
-import tempfile
 import time
 from collections.abc import AsyncIterator, Awaitable
 from contextlib import asynccontextmanager
@@ -23,6 +22,7 @@ from async_rl.observability.log import get_logger
 from async_rl.observability.waiting import waiting
 from async_rl.rollout import vllm_setup
 from async_rl.rollout.engine import EngineDead, InFlight
+from async_rl.rollout.scratch import scratch_folder
 from async_rl.rollout.stopped import leaving
 from async_rl.types import Completion, FinishReason, Sampling, WeightName
 from async_rl.weights.base import WeightsError
@@ -109,7 +109,7 @@ class VllmEngine:
         """Start vLLM; call it early, from the main thread. Raises ConfigError for a model that lacks tensors, which vLLM would
         not notice, and EngineDead when it does not come up in timeout_s. `log_level` is of vLLM's own lines."""
         check_whole(config.model)
-        private_dir = tempfile.mkdtemp(prefix="arl-")
+        private_dir = scratch_folder("arl-")
         started = time.monotonic()
         try:
             with leaving(lambda: shutil.rmtree(private_dir, ignore_errors=True)), waiting("vLLM to start", normal=True):
