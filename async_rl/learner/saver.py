@@ -20,6 +20,7 @@ from async_rl.learner.gate import Gate
 from async_rl.learner.progress import Progress
 from async_rl.learner.rank import Rank
 from async_rl.learner.recorder import Recorder
+from async_rl.observability.waiting import waiting
 
 
 class Saver:
@@ -90,10 +91,11 @@ class Saver:
     def finish(self) -> None:
         """Wait for the one in progress; meanwhile the other ranks are told that this one lives."""
         told = time.monotonic()
-        while not self.rank.saving.wait(0.1):
-            if time.monotonic() - told > IDLE_S:
-                told = time.monotonic()
-                self.rank.commands.issue(Code.IDLE)
+        with waiting(f"the checkpoint of version {self._writing} to be written by all ranks"):
+            while not self.rank.saving.wait(0.1):
+                if time.monotonic() - told > IDLE_S:
+                    told = time.monotonic()
+                    self.rank.commands.issue(Code.IDLE)
         self.look()
 
     def close(self) -> None:

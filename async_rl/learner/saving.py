@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from async_rl.learner.checkpoint import Checkpointer, CheckpointError, rng_states
 from async_rl.learner.membership import in_thread
+from async_rl.observability.waiting import waiting
 
 
 class Saving:
@@ -45,7 +46,8 @@ class Saving:
         of a collective."""
         future, self._future = self._future, None
         if future is not None:
-            future.result()
+            with waiting("the checkpoint in progress to be written by all ranks"):
+                future.result()
 
     def follow(self) -> None:
         """The same on ranks other than 0, which leaves it to that one to say what a failed save means."""

@@ -1,6 +1,6 @@
 """What is left when a run is over: whether anything was lost or doubled, and what the policy has learnt.
 
-Reads the run's record, books and newest checkpoint. Invariant: a count that must be 0 is counted from the record, not taken from the
+Reads the run's record, books and newest checkpoint. Invariant: what must be 0 is counted in the record, not taken from the
 books alone.
 """
 
