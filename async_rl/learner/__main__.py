@@ -58,7 +58,7 @@ def main(run_dir: str) -> int:
         # first what a user may have got wrong, then what takes long to load
         order = order_of(folder)
         tasks = build_prompts(config, load_tokenizer(config.model)) if number == 0 and order is None else None
-        _init_distributed(config, device)
+        leader = _init_distributed(config, device)
         rank = _build(config, folder, device)
         status.look = lambda: {"state": rank.commands.doing}
         checkpoint = rank.checkpointer.latest_complete() if config.checkpoint.resume else None
@@ -70,7 +70,7 @@ def main(run_dir: str) -> int:
             return lead(config, folder, rank, tasks, state, stop, status)
         if number == 0 and order is not None:
             return lead_replay(config, folder, rank, order, state, stop, status)
-        stop.remember()
+        stop.follow(leader)
         follow(rank)
         return 0
     except (ConfigError, LearnerError, PromptError, TaskError, TransportError) as e:
@@ -106,7 +106,8 @@ def _device(config: Config) -> torch.device:
     return device
 
 
-def _init_distributed(config: Config, device: torch.device) -> None:
+def _init_distributed(config: Config, device: torch.device) -> int:
+    """Returns the pid of rank 0: all ranks are on this host."""
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     timeout = timedelta(seconds=config.learner.step_timeout_s)
     if "RANK" in os.environ:
@@ -115,6 +116,9 @@ def _init_distributed(config: Config, device: torch.device) -> None:
     else:
         alone = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
         dist.init_process_group(backend, store=alone, rank=0, world_size=1, timeout=timeout)
+    pid = torch.tensor([os.getpid()])
+    dist.broadcast(pid, src=0)
+    return int(pid)
 
 
 def _build(config: Config, folder: Path, device: torch.device) -> Rank:
