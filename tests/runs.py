@@ -73,8 +73,11 @@ class Run:
 
 
 @contextmanager
-def train(tmp_path: Path, *overrides: str, config: Path = QUICKSTART, cwd: Path = ROOT) -> Iterator[Run]:
-    """A run with `overrides`, killed with all its children at the end of the block if it still lives."""
+def train(
+    tmp_path: Path, *overrides: str, config: Path = QUICKSTART, cwd: Path = ROOT, modules: Path | None = None
+) -> Iterator[Run]:
+    """A run with `overrides`, killed with all its children at the end of the block if it still lives. `modules` is a folder
+    in which its processes look for modules first."""
     run_dir, output = tmp_path / "run", tmp_path / "output.txt"
     argv = [sys.executable, "-m", "async_rl", "train", str(config), f"run_dir={run_dir}", *overrides]
     with output.open("w") as file:
@@ -85,7 +88,7 @@ def train(tmp_path: Path, *overrides: str, config: Path = QUICKSTART, cwd: Path 
             stderr=subprocess.STDOUT,
             text=True,
             start_new_session=True,
-            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            env={**os.environ, "PYTHONPATH": f"{modules}:{ROOT}" if modules else str(ROOT)},
         )
     run = Run(popen, run_dir, output)
     try:

@@ -153,6 +153,8 @@ def test_two_writers_of_a_log_never_share_a_line(tmp_path):
         ("", ""),
         ("Traceback (most recent call last):\n  here\nAssertionError\n", "AssertionError"),
         ("word " * 100, ("word " * 100)[:199] + "…"),
+        ("rollout-0: rank 1 failed: boom\nrollout-0: rank 0 has lost another rank: closed\n", "rank 1 failed: boom"),
+        ("rollout-0: rank 0 has lost another rank: closed\n", "rank 0 has lost another rank: closed"),
     ],
 )
 def test_the_last_words_of_a_process_are_its_last_sentence(tmp_path, said, words):

@@ -13,6 +13,9 @@ import sys
 PARENT_PID = "ASYNC_RL_PARENT_PID"
 """Environment variable by which a starter says who it is; absent in processes started by hand, which outlive a shell."""
 
+LOST_RANK = "has lost another rank"
+"""What a learner rank says when another one has failed: never the cause, which the other one tells."""
+
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _LIBC = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None
