@@ -23,7 +23,7 @@ from typing import IO
 import psutil
 
 from async_rl.launcher.plan import ProcessSpec
-from async_rl.observability.process import PARENT_PID, die_with_parent
+from async_rl.observability.process import LOST_RANK, PARENT_PID, die_with_parent
 
 TAIL_BYTES = 64 << 10
 LEAVE_S = 2.0  # a scorer looks for its parent every second
@@ -80,10 +80,11 @@ class Child:
         """
         lines, mark = self.tail(NUM_SEARCHED), f"{self.spec.name}: "
         own = [line.removeprefix(mark) for line in lines if line.startswith(mark)]
+        causes = [line for line in own if LOST_RANK not in line]
         code = self.poll() or 0
         killed = code < 0 or code > 128
         others = [line for line in lines if not NOISE.match(line) and not (killed and ROUTINE.match(line))]
-        words = (own or others or [""])[-1]
+        words = (causes or own or others or [""])[-1]
         return words if len(words) <= MAX_WORDS else f"{words[: MAX_WORDS - 1]}…"
 
     def signal(self, number: int, workers: bool = False) -> None:

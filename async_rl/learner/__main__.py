@@ -35,12 +35,14 @@ from async_rl.learner.step import PolicyUpdate
 from async_rl.learner.trainer import follow
 from async_rl.learner.value_update import trains_critic
 from async_rl.observability import stacks
-from async_rl.observability.log import setup_logging
-from async_rl.observability.process import EXIT_LOST_RANK, die_with_parent
+from async_rl.observability.log import get_logger, setup_logging
+from async_rl.observability.process import EXIT_LOST_RANK, LOST_RANK, die_with_parent
 from async_rl.observability.status import StatusFile
 from async_rl.observability.waiting import waiting
 from async_rl.transport.base import TransportError
 from async_rl.weights.source import WeightSource
+
+log = get_logger(__name__)
 
 
 def main(run_dir: str) -> int:
@@ -81,12 +83,14 @@ def main(run_dir: str) -> int:
         return 2
     except RunStopped as e:
         return e.code
-    except RuntimeError as e:
+    except Exception as e:
         if not lost_rank(e):
-            raise
+            log.exception("rank %d failed", number)
+            tell(f"rank {number} failed: {type(e).__name__}: {' '.join(str(e).split())[:200]}")
+            return 1
         stacks.dump(f"rank {number} has lost another rank")
         lost = ", ".join(str(rank) for rank in missing_ranks())
-        tell(f"rank {number} has lost rank {lost}: {' '.join(str(e).split())[:200]}")
+        tell(f"rank {number} {LOST_RANK} {lost}: {' '.join(str(e).split())[:200]}")
         return EXIT_LOST_RANK
     finally:
         status.close()

@@ -16,6 +16,9 @@ PARENT_PID = "ASYNC_RL_PARENT_PID"
 EXIT_LOST_RANK = 6
 """Exit code of a learner rank that lost another one: the run goes on from its checkpoint, if there is one."""
 
+LOST_RANK = "has lost rank"
+"""What a learner rank says when another one has failed: never the cause, which the other one tells."""
+
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _LIBC = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None
