@@ -7,8 +7,11 @@ another one only ends, for the run goes on from its checkpoint.
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import os
 import sys
+import time
 from datetime import timedelta
 from pathlib import Path
 
@@ -43,6 +46,7 @@ from async_rl.transport.base import TransportError
 from async_rl.weights.source import WeightSource
 
 log = get_logger(__name__)
+CAUSE_FIRST_S = 1.0  # torchrun takes the exit code of the rank whose end it sees first, and it looks ten times a second
 
 
 def main(run_dir: str) -> int:
@@ -91,6 +95,7 @@ def main(run_dir: str) -> int:
         stacks.dump(f"rank {number} has lost another rank")
         lost = ", ".join(str(rank) for rank in missing_ranks())
         tell(f"rank {number} {LOST_RANK} {lost}: {' '.join(str(e).split())[:200]}")
+        time.sleep(CAUSE_FIRST_S)
         return EXIT_LOST_RANK
     finally:
         status.close()
@@ -161,5 +166,10 @@ def _has_critic(config: Config, checkpoint: Path | None) -> bool:
 
 if __name__ == "__main__":
     code = main(sys.argv[1])
-    sys.stdout.flush()
-    sys.exit(code)
+    logging.shutdown()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, AttributeError):  # a full disk, of which was told
+            stream.flush()
+    # Everything is closed. The interpreter's own end aborts now and then, when a thread is just letting go of tensors, and
+    # takes signals for orders to die.
+    os._exit(code)
