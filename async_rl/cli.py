@@ -55,7 +55,13 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    _add_runs(commands)
+    _add_models(commands)
+    return parser
 
+
+def _add_runs(commands) -> None:
+    """What begins, joins or looks at a run."""
     for name, command, text in (
         ("train", _train, "learner and rollouts on this host, to the end; the last line printed is JSON"),
         ("check", _check, "say what would run, or what is wrong; loads no model"),
@@ -80,6 +86,19 @@ def _parser() -> argparse.ArgumentParser:
     )
     sub.add_argument("overrides", metavar="key=value", nargs="*", default=[], help="for example learner.ranks=2")
 
+    sub = _add(commands, "status", _status, "who is at work in a run, what each does and waits for, who is frozen or dead")
+    sub.add_argument("run_dir", metavar="RUN_DIR", help="folder of a run")
+    sub.add_argument("--stacks", action="store_true", help="have every process of this host write its threads' stacks, too")
+
+    sub = _add(commands, "keys", _keys, "a key folder for transport.keys, so that nobody else gets into a run")
+    sub.add_argument("dir", metavar="DIR", type=Path, help="folder to make; must not exist")
+
+    sub = _add(commands, "report", _report, "write the report of a run again from its metrics")
+    sub.add_argument("run_dir", metavar="RUN_DIR", type=Path)
+
+
+def _add_models(commands) -> None:
+    """What makes, takes out or asks a model."""
     sub = _add(commands, "export", _export, "a checkpoint as a Hugging Face folder, also while the run goes on")
     sub.add_argument("run_dir", metavar="RUN_DIR", help="folder of a run")
     sub.add_argument("--out", required=True, type=Path, metavar="DIR", help="folder to write; must not exist")
@@ -98,17 +117,6 @@ def _parser() -> argparse.ArgumentParser:
     sub.add_argument("recipe", choices=("tiny", "smollm2"), help="a small policy that adds numbers; SmolLM2-135M-Instruct")
     sub.add_argument("--out", required=True, type=Path, metavar="DIR", help="folder to write; must not exist")
     sub.add_argument("--seed", type=int, default=0, metavar="N", help="of the tiny recipe")
-
-    sub = _add(commands, "status", _status, "who is at work in a run, what each does and waits for, who is frozen or dead")
-    sub.add_argument("run_dir", metavar="RUN_DIR", help="folder of a run")
-    sub.add_argument("--stacks", action="store_true", help="have every process of this host write its threads' stacks, too")
-
-    sub = _add(commands, "keys", _keys, "a key folder for transport.keys, so that nobody else gets into a run")
-    sub.add_argument("dir", metavar="DIR", type=Path, help="folder to make; must not exist")
-
-    sub = _add(commands, "report", _report, "write the report of a run again from its metrics")
-    sub.add_argument("run_dir", metavar="RUN_DIR", type=Path)
-    return parser
 
 
 def _add(commands, name: str, command, text: str) -> argparse.ArgumentParser:
