@@ -10,7 +10,7 @@ import pytest
 from async_rl.cli import main
 from benchmarks.replay_equality import NUM_STEPS, difference, interrupted, live, steps
 
-pytestmark = [pytest.mark.process, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.process, pytest.mark.whole, pytest.mark.timeout(900)]
 
 
 def test_a_replay_that_is_killed_and_stopped_and_gone_on_with_is_the_recorded_run_bit_for_bit(tmp_path: Path, capsys) -> None:

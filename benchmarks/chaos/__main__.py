@@ -75,6 +75,7 @@ def main() -> int:
     scene = Scene(folder / "chaos", [*OVERRIDES, f"seed={arguments.seed}"], hosts)
     line = _disturbed(scene, arguments.faults, arguments.seed, arguments.kinds)
     if arguments.compare:
+        line["accuracy"] = score(scene.run_dir, NUM_DRAWS)
         calm = Scene(folder / "calm", scene.overrides, hosts)
         line["undisturbed"] = _undisturbed(calm, min(arguments.compare, line["num_steps"]))
     print(json.dumps(line), flush=True)
@@ -130,7 +131,6 @@ def _disturbed(scene: Scene, num_faults: int, seed: int, names: list[str]) -> di
         "num_steps": num_steps,
         "incarnations": scene.incarnation,
         "curve": curve(scene.run_dir),
-        "accuracy": score(scene.run_dir, NUM_DRAWS),
         "seconds": round(time.time() - started),
         "machine": f"{os.cpu_count()} cores, {platform.machine()}, Python {platform.python_version()}",
         "commit": _commit(),
