@@ -32,7 +32,9 @@ def test_hostile_inputs_crash_nothing_and_each_refusal_is_counted_by_its_reason(
 @pytest.mark.whole
 @pytest.mark.timeout(300)
 def test_a_minute_of_hostile_inputs() -> None:
-    assert_counted(run(float("inf"), seed=random.SystemRandom().randrange(1 << 30), seconds=60))
+    seed = random.SystemRandom().randrange(1 << 30)
+    print(f"python -m tests.fuzz --inputs 100000 --seed {seed}")  # what a failure needs
+    assert_counted(run(float("inf"), seed, seconds=60))
 
 
 class Strangers(RuleBasedStateMachine):

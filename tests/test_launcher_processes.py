@@ -180,8 +180,8 @@ def test_the_pipe_of_a_process_whose_leftovers_hold_it_is_free_for_the_next(tmp_
         ("", ""),
         ("Traceback (most recent call last):\n  here\nAssertionError\n", "AssertionError"),
         ("word " * 100, ("word " * 100)[:199] + "…"),
-        ("rollout-0: rank 1 failed: boom\nrollout-0: rank 0 has lost another rank: closed\n", "rank 1 failed: boom"),
-        ("rollout-0: rank 0 has lost another rank: closed\n", "rank 0 has lost another rank: closed"),
+        ("rollout-0: rank 1 failed: boom\nrollout-0: rank 0 has lost rank 1: closed\n", "rank 1 failed: boom"),
+        ("rollout-0: rank 0 has lost rank 1: closed\n", "rank 0 has lost rank 1: closed"),
     ],
 )
 def test_the_last_words_of_a_process_are_its_last_sentence(tmp_path, said, words):
