@@ -26,6 +26,7 @@ from async_rl.learner.recorder import BATCHES, RECORD, Recorded, read_record
 from benchmarks.whole_runs import Command, kill, newest, steps, toy, whereabouts
 
 GROUPS, EVERY, NUM_RANKS = 4, 5, 2
+ENOUGH_KILLS = 10  # for some groups to be of a lost timeline
 NUM_EARLY = 3  # kills before a new checkpoint, of 20
 STEPS_PER_KILL = 15
 TARGETS = ("all ranks", "all ranks", "one rank", "torchrun and ranks")
@@ -127,7 +128,8 @@ def main(kills: int, seed: int) -> int:
         found = audit(run_dir, load_config(run_dir / "config.yaml"), result)
         lives = len({row["incarnation"] for row in steps(run_dir)})
     same = before == after and all(before.values())
-    ok = holds(found) and same and len(done) == kills and sum(found["refused_of_lost_timelines"].values()) >= 1
+    refused = sum(found["refused_of_lost_timelines"].values())
+    ok = holds(found) and same and len(done) == kills and (refused >= 1 or kills < ENOUGH_KILLS)
     kinds = Counter(each["target"] for each in done)
     said = {"ok": ok, "kills": len(done), "early": sum(each["early"] for each in done), "targets": kinds, "lives": lives}
     seconds = round(time.monotonic() - started)
