@@ -190,6 +190,8 @@ def freeze(found: Scene, name: str, phase: str, core: bool = False) -> dict[str,
         sentences = (re.search(rf"{name}#\d+ expelled: .*", line) for line in lines)
         named = next((said.group() for said in sentences if said), "")
         version_back = found.published(back, {name, *others})
+        if phase not in named and tries < MAX_TRIES:
+            continue  # it was stopped before its word of the phase before had left it
         back_s = time.monotonic() - going_s
         later = found.published(Tail(found.learner_log), {name, *others})
         return {
