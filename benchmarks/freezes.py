@@ -33,6 +33,7 @@ T = TypeVar("T")
 ROOT = Path(__file__).parent.parent
 PHASE_TIMEOUT_S, ALLOWANCE_S = 10.0, 5.0
 START_S, UPDATE_S = 600.0, 120.0
+MAX_BORDERLINE = 2  # tries that may catch a member at the border of the phase
 MAX_TRIES = 30  # updates in which a member may get through its phase before it is stopped
 PHASES = {"PREPARE": "preparing", "SEND": "receiving", "COMMIT": "committing"}
 SCRIPT = {"token_delay_s": 0.01, "frozen": ["prepare", "commit"], "frozen_s": 0.5}
@@ -190,7 +191,7 @@ def freeze(found: Scene, name: str, phase: str, core: bool = False) -> dict[str,
         sentences = (re.search(rf"{name}#\d+ expelled: .*", line) for line in lines)
         named = next((said.group() for said in sentences if said), "")
         version_back = found.published(back, {name, *others})
-        if phase not in named and tries < MAX_TRIES:
+        if phase not in named and tries <= MAX_BORDERLINE:
             continue  # it was stopped before its word of the phase before had left it
         back_s = time.monotonic() - going_s
         later = found.published(Tail(found.learner_log), {name, *others})

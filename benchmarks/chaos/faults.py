@@ -47,42 +47,29 @@ def kill_learner(scene: Scene, rng: random.Random) -> Fault:
 
 
 def freeze_rollout(scene: Scene, rng: random.Random) -> Fault:
-    frozen = [scene.toy(rng.randrange(2))]
-    stop(frozen)
-    yield rng.uniform(1.0, 20.0)
-    go_on(frozen)
-    return None
+    return _freeze([scene.toy(rng.randrange(2))], rng.uniform(1.0, 20.0))
 
 
 def freeze_vllm_rollout(scene: Scene, rng: random.Random) -> Fault:
-    frozen = [scene.vllm()]
-    stop(frozen)
-    yield rng.uniform(1.0, 20.0)
-    go_on(frozen)
-    return None
+    return _freeze([scene.vllm()], rng.uniform(1.0, 20.0))
 
 
 def freeze_engine_core(scene: Scene, rng: random.Random) -> Fault:
-    frozen = [scene.core()]
-    stop(frozen)
-    yield rng.uniform(1.0, 20.0)
-    go_on(frozen)
-    return None
+    return _freeze([scene.core()], rng.uniform(1.0, 20.0))
 
 
 def freeze_learner_rank(scene: Scene, rng: random.Random) -> Fault:
-    frozen = [rng.choice(scene.ranks())]
-    stop(frozen)
-    yield rng.uniform(1.0, 10.0)
-    go_on(frozen)
-    return None
+    return _freeze([rng.choice(scene.ranks())], rng.uniform(1.0, 10.0))
 
 
 def freeze_launcher(scene: Scene, rng: random.Random) -> Fault:
-    frozen = [scene.train.pid, scene.torchrun()]
-    stop(frozen)
-    yield rng.uniform(1.0, 10.0)
-    go_on(frozen)
+    return _freeze([scene.train.pid, scene.torchrun()], rng.uniform(1.0, 10.0))
+
+
+def _freeze(pids: list[int], seconds: float) -> Fault:
+    stop(pids)
+    yield seconds
+    go_on(pids)
     return None
 
 
@@ -163,11 +150,7 @@ def garbage(scene: Scene, rng: random.Random) -> Fault:
 
 
 def freeze_all_rollouts(scene: Scene, rng: random.Random) -> Fault:
-    frozen = [scene.toy(0), scene.toy(1), scene.vllm(), scene.core()]
-    stop(frozen)
-    yield rng.uniform(1.0, 20.0)
-    go_on(frozen)
-    return None
+    return _freeze([scene.toy(0), scene.toy(1), scene.vllm(), scene.core()], rng.uniform(1.0, 20.0))
 
 
 def leave_and_join(scene: Scene, rng: random.Random) -> Fault:
