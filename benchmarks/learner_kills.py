@@ -33,6 +33,7 @@ TARGETS = ("all ranks", "all ranks", "one rank", "torchrun and ranks")
 LOST = ("lost_timeline", "unknown_group", "unknown_attempt")
 MAX_DELAY_S = 2.0  # between the new checkpoint, or the resume, and the kill
 TIMEOUT_S = 600.0
+TOKEN_DELAY_S = 0.1  # so that training waits for sampling, and a kill finds groups on their way
 
 
 def strike(run: Command, target: str, rng: random.Random) -> bool:
@@ -118,7 +119,7 @@ def main(kills: int, seed: int) -> int:
         num_steps = STEPS_PER_KILL * (kills + 1)
         own = ("rollout.count=2", f"learner.ranks={NUM_RANKS}", "max_staleness=2", "data.num_items=60", "record=true")
         saving = (f"checkpoint.every={EVERY}", f"num_steps={num_steps}", f"groups_per_step={GROUPS}", f"run_dir={run_dir}")
-        with Command(run_dir, toy(Path(folder), *own, *saving), token_delay_s=0.02) as run:
+        with Command(run_dir, toy(Path(folder), *own, *saving), token_delay_s=TOKEN_DELAY_S) as run:
             run.wait_until("both rollouts", lambda: len(run.pids("async_rl.rollout")) >= 2 and steps(run_dir))
             before = {name: run.pids("async_rl.rollout", f"--name {name}") for name in ("rollout-0", "rollout-1")}
             done = torment(run, kills, rng)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 import resource
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -15,6 +17,7 @@ from async_rl.launcher.datasets import check_dataset
 from async_rl.launcher.plan import Machine, make_plan
 from async_rl.launcher.prepare import Before, changes, claim, install_model, model_recipe, prepare, unfinished
 from async_rl.observability import files
+from async_rl.observability.process import HOST_CORES, any_core
 
 ROOT = Path(__file__).parent.parent
 QUICKSTART = ROOT / "configs" / "quickstart.yaml"
@@ -36,11 +39,26 @@ def test_each_process_has_cores_of_its_own_when_there_are_enough():
     made = plan(machine(6), learner={"threads": 2}, rollout={"count": 2, "threads": 2})
     assert [spec.cores for spec in (made.learner, *made.rollouts)] == [{0, 1}, {2, 3}, {4, 5}]
     assert made.learner.env["OMP_NUM_THREADS"] == made.rollouts[0].env["OMP_NUM_THREADS"] == "2"
+    assert made.learner.env[HOST_CORES] == "0,1,2,3,4,5" and HOST_CORES not in made.rollouts[0].env
 
 
 def test_nobody_is_pinned_when_the_threads_outnumber_the_cores():
     made = plan(machine(3), learner={"ranks": 2}, rollout={"count": 2})
     assert [spec.cores for spec in (made.learner, *made.rollouts)] == [None, None, None]
+    assert HOST_CORES not in made.learner.env
+
+
+def test_threads_that_serve_sockets_may_leave_the_share_of_cores_and_the_others_not(monkeypatch):
+    every = os.sched_getaffinity(0)
+    share = {min(every)}
+    monkeypatch.setenv(HOST_CORES, ",".join(map(str, every)))
+    os.sched_setaffinity(0, share)
+    try:
+        with any_core(), ThreadPoolExecutor(1) as pool:
+            assert pool.submit(os.sched_getaffinity, 0).result() == every
+        assert os.sched_getaffinity(0) == share
+    finally:
+        os.sched_setaffinity(0, every)
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from async_rl.data.evaluation import Evaluation
+from async_rl.learner.control import TICK_S
 from async_rl.learner.failure import RunFailed
 from async_rl.transport.messages import Ack, Error, Goodbye, Heartbeat, Lease, Staged
 from async_rl.types import WeightName
@@ -302,6 +303,26 @@ def test_with_several_rollouts_one_evaluates_its_version_while_the_others_get_th
         with scene.control.changed:
             scene.control.end_evaluation()
         scene.until("version 1 on both", lambda: [m.committed for m in scene.control.members] == [1, 1])
+
+
+def test_synchronous_training_samples_nothing_from_before_an_evaluation_begins_to_its_end() -> None:
+    with Scene(make_config(max_staleness=0)) as scene:
+        scene.control.evaluation_due = 0
+        rollout = Rollout(scene, "a")
+        scene.until("serving", lambda: [m.committed for m in scene.control.members] == [0])
+        time.sleep(5 * TICK_S)
+        assert not rollout.leases, "an evaluation is due first"
+        evaluation = _evaluation(2)
+        with scene.control.changed:
+            assert not scene.control.begin_evaluation(evaluation)
+        for lease in scene.until("leases", lambda: len(_evals(rollout)) == 2 and _evals(rollout)):
+            rollout.deliver(lease, [0], rewards=(1.0,))
+        scene.until("both answers", lambda: evaluation.done)
+        time.sleep(5 * TICK_S)
+        assert rollout.leases == _evals(rollout)
+        with scene.control.changed:
+            scene.control.end_evaluation()
+        scene.until("training", lambda: len(rollout.leases) > 2)
 
 
 def test_an_answer_by_another_version_is_counted_as_mixed_and_not_used() -> None:

@@ -17,11 +17,11 @@ from async_rl.data.ledger import Ledger
 from async_rl.data.prompts import PromptStream
 from async_rl.envs.tasks import Tasks
 from async_rl.learner import LearnerError
-from async_rl.learner.control import Identity
 from async_rl.learner.dealer import Dealer
 from async_rl.learner.failure import RunFailed, tell
 from async_rl.learner.gate import Gate
 from async_rl.learner.lead import _announce, _finish, next_incarnation
+from async_rl.learner.members import Identity
 from async_rl.learner.progress import Progress
 from async_rl.learner.shaping import RewardShaping
 from async_rl.learner.sizes import sizes_of

@@ -258,18 +258,18 @@ def strangers(kind: str, address: str, count: int, seconds: float) -> subprocess
 
 @pytest.mark.process
 @pytest.mark.parametrize(
-    ("kind", "reason", "with_keys", "most_mib"),
+    ("kind", "reason", "with_keys"),
     [
-        ("idle", "handshake", True, 64),
-        ("half", "handshake", True, 64),
-        ("half_null", "handshake", False, 64),
-        ("header", "handshake_protocol", True, 64),
-        ("large", "handshake", True, 128),
-        ("random", "handshake", False, 64),
+        ("idle", "handshake", True),
+        ("half", "handshake", True),
+        ("half_null", "handshake", False),
+        ("header", "handshake_protocol", True),
+        ("large", "handshake", True),
+        ("random", "handshake", False),
     ],
 )
 def test_thousands_of_strangers_cost_little_and_keep_no_rollout_out(
-    tmp_path: Path, folder: Path, kind: str, reason: str, with_keys: bool, most_mib: int
+    tmp_path: Path, folder: Path, kind: str, reason: str, with_keys: bool
 ) -> None:
     keys = read_rollout_keys(folder) if with_keys else None
     with serving(tmp_path, folder if with_keys else None, 20_000) as (popen, addresses, stop):
@@ -281,7 +281,7 @@ def test_thousands_of_strangers_cost_little_and_keep_no_rollout_out(
         assert popen.stdout is not None
         said = json.loads(popen.stdout.readline())
     assert max(connected) > 500, "else nothing was tried"
-    assert said["grown_mib"] <= most_mib
+    assert said["grown_mib"] <= 64
     assert said["files"] <= 2 * (admission.MAX_CONNECTIONS + admission.EVENTS_QUEUE) + 64
     assert said["refused"].get(reason, 0) + said["refused"].get("crowded", 0) > 1000
     assert said["refused"].get(reason, 0) > 100

@@ -23,10 +23,11 @@ from async_rl.learner import trainer as trainer_module
 from async_rl.learner.best import Best
 from async_rl.learner.checkpoint import Checkpointer, policy_tensors
 from async_rl.learner.commands import Code
-from async_rl.learner.control import ControlPlane, Identity
+from async_rl.learner.control import ControlPlane
 from async_rl.learner.dealer import Dealer
 from async_rl.learner.gate import Gate
 from async_rl.learner.lead import _train
+from async_rl.learner.members import Identity
 from async_rl.learner.model import hf_named_parameters
 from async_rl.learner.progress import Progress
 from async_rl.learner.publish import Publisher

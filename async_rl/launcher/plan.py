@@ -1,6 +1,6 @@
 """Who runs on this host: command line, environment, cores and GPUs of each process.
 
-Pure: the machine (cores, GPUs, environment) is an argument. Imports config only.
+Pure: the machine (cores, GPUs, environment) is an argument. Imports config and observability.process.
 Invariant: learner ranks come first, then rollouts in order; no two processes share a core unless there are too few.
 """
 
@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from async_rl.config import Config
+from async_rl.observability.process import HOST_CORES
 
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
@@ -64,7 +65,7 @@ def make_plan(config: Config, run_dir: Path, machine: Machine) -> Plan:
     learner = ProcessSpec(
         name="learner",
         argv=learner_argv(num_ranks, run_dir),
-        env=_environment(machine.environ, config.learner.threads, learner_gpus),
+        env=_environment(machine.environ, config.learner.threads, learner_gpus, machine.cores if cores[0] else ()),
         log=log_path(run_dir, "learner"),
         cores=cores[0],
         gpus=learner_gpus,
@@ -120,8 +121,12 @@ def _split_gpus(gpus: Sequence[str], num_ranks: int, count: int) -> tuple[tuple[
     return learner, [(pool[i % len(pool)],) for i in range(count)]
 
 
-def _environment(environ: Mapping[str, str], threads: int, gpus: Sequence[str]) -> dict[str, str]:
-    env = {k: v for k, v in environ.items() if k not in RANK_VARIABLES and not k.startswith("TORCHELASTIC_")}
+def _environment(
+    environ: Mapping[str, str], threads: int, gpus: Sequence[str], host_cores: Sequence[int] = ()
+) -> dict[str, str]:
+    env = {k: v for k, v in environ.items() if k not in (*RANK_VARIABLES, HOST_CORES) and not k.startswith("TORCHELASTIC_")}
+    if host_cores:
+        env[HOST_CORES] = ",".join(map(str, host_cores))
     env.update(dict.fromkeys(THREAD_VARIABLES, str(threads)))
     env.update(PYTHONUNBUFFERED="1", TOKENIZERS_PARALLELISM="false", CUDA_VISIBLE_DEVICES=",".join(gpus))
     return env

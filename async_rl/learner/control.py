@@ -11,7 +11,6 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Literal
 
 from async_rl.config import Config
@@ -21,13 +20,13 @@ from async_rl.data.record import Record
 from async_rl.learner.dealer import Dealer
 from async_rl.learner.failure import RunFailed
 from async_rl.learner.leases import evaluation_lease, training_lease
-from async_rl.learner.members import Member, Members
+from async_rl.learner.members import Identity, Member, Members
 from async_rl.learner.screen import Screen
 from async_rl.observability import stacks
 from async_rl.observability.log import get_logger, rare
+from async_rl.observability.process import any_core
 from async_rl.transport.base import Delivered, Event, Hub, Peer
 from async_rl.transport.messages import (
-    PROTOCOL,
     Ack,
     Cancel,
     Committed,
@@ -46,16 +45,6 @@ from async_rl.types import Attempt, Group
 
 log = get_logger(__name__)
 TICK_S = 0.05  # longest the IO thread sleeps: bounds the delay of a grant that a release made possible
-
-
-@dataclass(frozen=True)
-class Identity:
-    """What a rollout must agree on before it may join."""
-
-    run_id: str
-    config_digest: str
-    tokenizer_digest: str
-    incarnation: int
 
 
 Outcome = Literal["accepted", "duplicate", "refused"]
@@ -82,6 +71,7 @@ class ControlPlane:
         self.changed = threading.Condition(threading.RLock())
         self.members = Members()
         self.evaluation: Evaluation | None = None
+        self.evaluation_due: int | None = None  # the version that one is about to begin of
         self.replies: dict[tuple[str, str], Reply] = {}  # (kind, rollout id) -> the newest since the last Prepare
         self.events: Counter[str] = Counter()  # joins, expulsions, unscorable groups, ...: what the metrics report
         self.screen = Screen(config, vocab_size, ledger, self.events, notice)
@@ -89,7 +79,7 @@ class ControlPlane:
         self.admitting = True  # False: no new training lease (a pause by the KL gate)
         self._alone_since = time.monotonic()
         self._ever_live = False
-        self._last_beat = 0.0
+        self._last_beat = self._last_turn = 0.0
         self._closed = False
         self._outgoing: deque[tuple[Peer, Message]] = deque()
         self._thread = threading.Thread(target=self._run, name="control", daemon=True)
@@ -97,7 +87,8 @@ class ControlPlane:
     # ---- life of the IO thread
 
     def start(self) -> None:
-        self._thread.start()
+        with any_core():
+            self._thread.start()
 
     def close(self, reason: str, linger_s: float) -> None:
         """Say End to every rollout and stop; bounded by linger_s and one poll."""
@@ -113,6 +104,8 @@ class ControlPlane:
         try:
             while not self._closed:
                 events = self.hub.poll(TICK_S)
+                if not events and not self._outgoing and time.monotonic() < self._last_turn + TICK_S:
+                    continue  # what was refused costs no turn
                 with self.changed:
                     self.turn(events, time.monotonic())
             with self.changed:
@@ -125,6 +118,7 @@ class ControlPlane:
 
     def turn(self, events: list[Event], now: float) -> None:
         """What the IO thread does with what has arrived, and with the time that has passed. Call under the lock."""
+        self._last_turn = now
         for event in events:
             self._handle(event, now)
         self._tick(now)
@@ -177,19 +171,7 @@ class ControlPlane:
         return {i: reply for (said, i), reply in self.replies.items() if said == kind and reply.membership == membership}
 
     def _hello(self, peer: Peer, hello: Hello, now: float) -> None:
-        ours = {
-            "protocol": (PROTOCOL, hello.protocol),
-            "run id": (self.identity.run_id, hello.run_id),
-            "config digest": (self.identity.config_digest, hello.config_digest),
-            "tokenizer digest": (self.identity.tokenizer_digest, hello.tokenizer_digest),
-            "number of engine workers": (1, hello.num_workers),
-        }
-        for what, (mine, theirs) in ours.items():
-            if mine != theirs:
-                text = f"{hello.name} was refused: its {what} is {theirs}, the learner's is {mine}"
-                self._refuse(peer, Error(code="fatal", text=text))
-                return
-        objection = self.members.objection(hello, now, self.config.transport.heartbeat_s)
+        objection = self.identity.objection(hello) or self.members.objection(hello, now, self.config.transport.heartbeat_s)
         if objection is not None:
             self._refuse(peer, objection)
             return
@@ -256,6 +238,8 @@ class ControlPlane:
 
     def _grant(self, now: float) -> None:
         """One lease to each member in turn while slots and admission allow: leases follow the free slots."""
+        if self._one_at_a_time:
+            return
         granted: dict[Peer, list[Lease]] = {}
         candidates = [m for m in self.members if m.live and self.admitting]
         while candidates:
@@ -293,10 +277,16 @@ class ControlPlane:
 
     # ---- evaluation
 
+    @property
+    def _one_at_a_time(self) -> bool:
+        """Synchronous training samples nothing beside an evaluation: what a batch is computed with is in its last digits."""
+        at_work = self.evaluation is not None or self.ledger.released == self.evaluation_due
+        return at_work and self.config.max_staleness == 0 and not any(m.excused for m in self.members)
+
     def begin_evaluation(self, evaluation: Evaluation) -> bool:
         """Hand its answers out from now on. True when one rollout of several does it alone, pinned to that version,
         while training goes on with the others; False when training must wait for it."""
-        self.evaluation = evaluation
+        self.evaluation, self.evaluation_due = evaluation, None
         live = [m for m in self.members if m.live]
         if len(live) < 2:
             return False

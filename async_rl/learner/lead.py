@@ -25,10 +25,11 @@ from async_rl.envs.text import decoder, load_tokenizer, tokenizer_digest
 from async_rl.learner import LearnerError
 from async_rl.learner.best import Best
 from async_rl.learner.commands import Code
-from async_rl.learner.control import ControlPlane, Identity
+from async_rl.learner.control import ControlPlane
 from async_rl.learner.dealer import Dealer
 from async_rl.learner.failure import RunFailed, RunStopped, lost_rank, tell
 from async_rl.learner.gate import Gate
+from async_rl.learner.members import Identity
 from async_rl.learner.progress import Progress
 from async_rl.learner.publish import Publisher
 from async_rl.learner.rank import Rank
@@ -43,6 +44,7 @@ from async_rl.learner.trainer import Trainer
 from async_rl.learner.value_update import ValueUpdate
 from async_rl.observability.files import replace_file
 from async_rl.observability.log import get_logger
+from async_rl.observability.process import any_core
 from async_rl.observability.report import write_report
 from async_rl.observability.sinks import METRICS, read_rows
 from async_rl.observability.status import StatusFile
@@ -70,15 +72,16 @@ def lead(config: Config, folder: Path, rank: Rank, tasks: Tasks, state: State | 
     _announce(progress, tasks, identity, version, rank.critic, rank.checkpointer.skipped if state else None)
     if config.rollout.count == 0:
         progress.notice(f"rollout.count is 0: start rollouts by hand with `async-rl rollout {folder} --name NAME`")
-    hub = ZmqHub(
-        transport.host,
-        transport.port,
-        max_message_bytes=transport.max_message_bytes,
-        max_frame_bytes=config.max_group_bytes,
-        insecure=transport.insecure,
-        keys=keys,
-        heartbeat_timeout_s=transport.heartbeat_timeout_s,
-    )
+    with any_core():
+        hub = ZmqHub(
+            transport.host,
+            transport.port,
+            max_message_bytes=transport.max_message_bytes,
+            max_frame_bytes=config.max_group_bytes,
+            insecure=transport.insecure,
+            keys=keys,
+            heartbeat_timeout_s=transport.heartbeat_timeout_s,
+        )
     vocab_size = rank.policy.vocab_size
     control = ControlPlane(config, hub, kept.ledger, kept.dealer, identity, version, vocab_size, progress.notice)
     publisher = Publisher(control, rank.source, weight_backend(config), version)

@@ -1,4 +1,4 @@
-"""Who is connected to the learner: one Member per rollout process, by id, peer and name.
+"""Who may join the learner and who is connected to it: one Member per rollout process, by id, peer and name.
 
 Owns identities and liveness; knows nothing of groups or weights beyond the version a member has committed.
 Time is an argument. Invariant: at most one member per name: a restarted rollout replaces its dead predecessor, and a
@@ -11,10 +11,34 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from async_rl.transport.base import Peer
-from async_rl.transport.messages import Error, Heartbeat, Hello
+from async_rl.transport.messages import PROTOCOL, Error, Heartbeat, Hello
 
 MAX_ASKING = 1024  # processes put off at one time whose first Hello is remembered
 NUM_QUIET_BEATS = 3  # heartbeats a member may miss before another process may take its name
+
+
+@dataclass(frozen=True)
+class Identity:
+    """What a rollout must agree on before it may join."""
+
+    run_id: str
+    config_digest: str
+    tokenizer_digest: str
+    incarnation: int
+
+    def objection(self, hello: Hello) -> Error | None:
+        """What a rollout does not agree on; fatal."""
+        ours = {
+            "protocol": (PROTOCOL, hello.protocol),
+            "run id": (self.run_id, hello.run_id),
+            "config digest": (self.config_digest, hello.config_digest),
+            "tokenizer digest": (self.tokenizer_digest, hello.tokenizer_digest),
+            "number of engine workers": (1, hello.num_workers),
+        }
+        for what, (mine, theirs) in ours.items():
+            if mine != theirs:
+                return Error(code="fatal", text=f"{hello.name} was refused: its {what} is {theirs}, the learner's is {mine}")
+        return None
 
 
 @dataclass

@@ -18,11 +18,12 @@ from async_rl.data.record import Record
 from async_rl.data.replay import ReplayLedger, Source
 from async_rl.envs.text import decoder, load_tokenizer, tokenizer_digest
 from async_rl.learner import LearnerError
-from async_rl.learner.control import ControlPlane, Identity
+from async_rl.learner.control import ControlPlane
 from async_rl.learner.dealer import Dealer
 from async_rl.learner.failure import RunFailed
 from async_rl.learner.gate import Gate
 from async_rl.learner.lead import Parts, conduct, next_incarnation, rules_of
+from async_rl.learner.members import Identity
 from async_rl.learner.progress import Progress
 from async_rl.learner.publish import Publisher
 from async_rl.learner.rank import Rank

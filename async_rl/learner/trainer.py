@@ -147,6 +147,8 @@ class Trainer:
             else:
                 self.version += 1
                 self.control.trained(records, self.version)
+                if self._due(self.config.eval.every) and self.config.eval.draws > 0:
+                    self.control.evaluation_due = self.version
             self.publisher.end_update(self.version)
         self.skipped_in_a_row = self.skipped_in_a_row + 1 if report.skipped else 0
         metrics |= report.metrics | steered
@@ -290,6 +292,8 @@ class Trainer:
         if self.reached:
             return
         name = WeightName(self.control.identity.incarnation, self.version)
+        with self.control.changed:
+            self.control.evaluation_due = self.version
         self._wait(lambda: self.publisher.published >= self.version, f"a rollout to serve {name}", self._who)
         self.progress.evaluated = self.version
         deadline_s = time.monotonic() + self.config.eval.timeout_s

@@ -1,4 +1,4 @@
-"""A process's tie to the one that started it: when the parent is gone, so is the child, however the parent ended.
+"""A process's cores, and its tie to the one that started it: when the parent is gone, so is the child, however it ended.
 
 Imports the standard library only, and must be cheap: it is the first thing a learner rank or a rollout does.
 """
@@ -9,9 +9,14 @@ import ctypes
 import os
 import signal
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 PARENT_PID = "ASYNC_RL_PARENT_PID"
 """Environment variable by which a starter says who it is; absent in processes started by hand, which outlive a shell."""
+
+HOST_CORES = "ASYNC_RL_HOST_CORES"
+"""Environment variable with the cores that the launcher may use, by commas; absent where it pins nobody to a share of them."""
 
 EXIT_LOST_RANK = 6
 """Exit code of a learner rank that lost another one: the run goes on from its checkpoint, if there is one."""
@@ -43,3 +48,20 @@ def adopt_orphans() -> None:
     """Make this process the parent of descendants whose own parent dies, so that none escapes its sight (Linux)."""
     if _LIBC is not None:
         _LIBC.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+@contextmanager
+def any_core() -> Iterator[None]:
+    """Threads started within may run on every core of the host that the launcher may use, not on this process's share only.
+
+    For those that serve sockets: they compute little, and on a core that computes all the time they would wait, or hold it up.
+    """
+    if not (cores := os.environ.get(HOST_CORES)):
+        yield
+        return
+    own = os.sched_getaffinity(0)  # of this thread; those that it starts inherit it
+    os.sched_setaffinity(0, [int(core) for core in cores.split(",")])
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, own)

@@ -40,7 +40,7 @@ T = TypeVar("T")
 FINISH: dict[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort"}
 POLL_S = (0.002, 0.05)  # first and longest pause between two looks at what has arrived
 IDLE_CORE_S = 30.0
-TOGETHER_S = 1.0  # longest that an idle engine waits for all requests of a batch
+TOGETHER_S = 1.0  # longest that an idle engine waits for the next request of a batch
 REAP_S = 5.0
 log = get_logger(__name__)
 
@@ -150,7 +150,7 @@ class VllmEngine:
 
     @asynccontextmanager
     async def together(self, num_requests: int) -> AsyncIterator[None]:
-        """See Engine.together: the core is paused until all have entered, or TOGETHER_S have passed."""
+        """See Engine.together: the core is paused until all have entered, or none has for TOGETHER_S."""
         if self._drafts or num_requests < 2 or not self._open.is_set():
             yield
             return
@@ -160,8 +160,10 @@ class VllmEngine:
             await self._idle_core(core.pause_scheduler_async(mode="keep", clear_cache=False))
             try:
                 yield
-                deadline = time.monotonic() + TOGETHER_S
-                while (self._num_begun < last or self._num_entering > 1) and time.monotonic() < deadline:
+                entered, since = (-1, -1), time.monotonic()
+                while (self._num_begun < last or self._num_entering > 1) and time.monotonic() < since + TOGETHER_S:
+                    if entered != (now := (self._num_begun, self._num_entering)):
+                        entered, since = now, time.monotonic()
                     await asyncio.sleep(0.001)
             finally:  # also of a membership that is cancelled because this core is frozen: bounded, or it never ends
                 await self._idle_core(core.resume_scheduler_async())

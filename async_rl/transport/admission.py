@@ -6,7 +6,8 @@ each call takes a bounded share of what is queued.
 
 ZeroMQ has no limit on connections: out of descriptors, its listener spins, and every other part of the process fails to open
 its files. So they are counted by their events, and those beyond the limit are shut as soon as they are seen. Unseen ones are
-bounded, too: ZeroMQ's own thread waits when EVENTS_QUEUE events are unread.
+bounded, too: ZeroMQ's own thread waits when EVENTS_QUEUE events are unread. As the hub reads them once per poll, that is also
+the most that strangers can have it do: EVENTS_QUEUE events per poll.
 """
 
 from __future__ import annotations
@@ -15,24 +16,25 @@ import contextlib
 import os
 import resource
 import socket
+import struct
 from collections.abc import Callable
 
 import zmq
 from zmq.utils import z85
-from zmq.utils.monitor import parse_monitor_message
 
 from async_rl.transport.codec import BadMessage
 from async_rl.transport.keys import Known, LearnerKeys
 
-MAX_CONNECTIONS = 1024  # to one socket: more than rollouts of one learner; each costs 16 KiB before it has said anything
+MAX_CONNECTIONS = 512  # to one socket: more than rollouts of one learner; before a handshake each costs up to 36 KiB on control
 FEW_CONNECTIONS = 128  # as many are let in however large a frame may be, and however few descriptors there are
 MAX_PARTIAL_BYTES = 1 << 30  # that many connections at once may hold in half a frame each
 EVENTS_QUEUE = 1001  # 1000 that ZeroMQ takes at its end, and one here
 OTHER_DESCRIPTORS = 512  # of files, of torch, of the weight group
-MAX_CALL_EVENTS = 512
+MAX_CALL_EVENTS = 1024
 
 _ZAP = "inproc://zeromq.zap.01"
 _DOMAIN = b"async_rl"
+_EVENT = struct.Struct("=HI")  # the first of an event's two frames (zmq_socket_monitor(3)); thousands a second may come
 _FAILED = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 _NO_KEY = (zmq.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH, zmq.PROTOCOL_ERROR_ZMTP_CRYPTOGRAPHIC)
 _WHY = {
@@ -96,12 +98,12 @@ class Connections:
         """Count what has happened; True when there may be more."""
         for _ in range(MAX_CALL_EVENTS):
             try:
-                said = parse_monitor_message(self.socket.recv_multipart(zmq.NOBLOCK))
+                said, endpoint = self.socket.recv(zmq.NOBLOCK), self.socket.recv(zmq.NOBLOCK)
             except zmq.Again:
                 return False
-            event, value = int(said["event"]), int(said["value"])
+            event, value = _EVENT.unpack(said)
             if event == zmq.EVENT_ACCEPTED:
-                self._came(value, said["endpoint"])
+                self._came(value, endpoint)
             elif event == zmq.EVENT_DISCONNECTED:
                 self._left(value)
             elif event == zmq.EVENT_HANDSHAKE_SUCCEEDED:

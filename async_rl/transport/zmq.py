@@ -13,6 +13,7 @@ import contextlib
 import logging
 import math
 import socket
+import time
 from collections import Counter
 
 import zmq
@@ -30,7 +31,8 @@ from async_rl.types import Group
 _log = logging.getLogger(__name__)
 
 MAX_POLL_MESSAGES = 512  # per channel and call, good or bad: a flood on one channel cannot starve the other or the caller
-MAX_POLL_BYTES = 64 << 20
+PAUSE_S = 0.02
+MAX_POLL_BYTES = 16 << 20  # of groups: a caller that is slow holds that many beside what queues
 
 
 class ZmqHub:
@@ -79,9 +81,7 @@ class ZmqHub:
         self._woken.setblocking(False)
         self._waker.setblocking(False)
         self._poller = zmq.Poller()
-        doors = [self._zap] if self._zap is not None else []
-        self._doors = {door.socket: door for door in (*doors, *self._connections)}
-        for waited in (self._control, self._data, *self._doors, self._woken.fileno()):
+        for waited in (self._control, self._data, self._woken.fileno(), *([self._zap.socket] if self._zap else [])):
             self._poller.register(waited, zmq.POLLIN)
 
     @property
@@ -89,19 +89,27 @@ class ZmqHub:
         return sum(connections.ended for connections in self._connections)
 
     def poll(self, timeout_s: float) -> list[Event]:
-        """See `base.Hub`. A call takes a bounded share of what is queued; what is left makes the next one return at once."""
+        """See `base.Hub`. A call takes a bounded share of what is queued; what is left makes the next one return at once.
+
+        Connections that come and go are looked at in every call, but end none, and one that had nothing but messages to refuse
+        takes PAUSE_S: thousands a second would have the caller run as often.
+        """
         self._owner.check()
+        for connections in self._connections:
+            connections.take()
+        refused = self.refused.total()
         ready = dict(self._poller.poll(math.ceil(max(0.0, timeout_s) * 1000)))
         if self._woken.fileno() in ready:
             self._woken.recv(4096)
-        for waited, door in self._doors.items():
-            if waited in ready:
-                door.take()
+        if self._zap is not None and self._zap.socket in ready:
+            self._zap.take()
         events: list[Event] = []
         if self._control in ready:
             self._take_control(events)
         if self._data in ready:
             self._take_data(events)
+        if not events and self.refused.total() > refused:
+            time.sleep(PAUSE_S)
         return events
 
     def send(self, peer: Peer, message: Message) -> bool:
