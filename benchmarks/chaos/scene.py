@@ -28,6 +28,7 @@ from benchmarks.chaos.reward import MODE_FILE
 
 ROOT = Path(__file__).parents[2]
 LOOK_S = 0.2
+START_S = 600.0  # of a learner whose model has yet to be made
 TAIL_BYTES = 16 << 10
 DISK_BYTES = 64 << 20
 TOYS = ("toy-1", "toy-2")
@@ -92,7 +93,7 @@ class Scene:
                 env=self._env,
                 start_new_session=True,
             )
-        self.wait("the run's folder", (self.run_dir / "config.yaml").exists, 60)
+        self.wait("the learner", (self.run_dir / "learner.json").exists, START_S)
         self._closing.clear()
         with self._lock:
             self._operators = [
