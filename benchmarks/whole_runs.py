@@ -98,19 +98,23 @@ class Command:
         raise AssertionError(f"no {what} within {timeout_s} s:\n{self.output.read_text()}")
 
     def pids(self, *words: str) -> list[int]:
-        """Processes whose command line holds all of `words` and the run's folder."""
-        found = []
-        for entry in Path("/proc").iterdir():
-            if entry.name.isdigit():
-                with contextlib.suppress(OSError):
-                    line = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
-                    if f"{self.run_dir} " in line and all(word in line for word in words):
-                        found.append(int(entry.name))
-        return sorted(found)
+        return pids(self.run_dir, *words)
 
     def ranks(self) -> list[int]:
         """Of the learner, without its torchrun."""
         return sorted(set(self.pids("async_rl.learner")) - set(self.pids("async_rl.learner.torchrun")))
+
+
+def pids(run_dir: Path, *words: str) -> list[int]:
+    """Processes whose command line holds all of `words` and the run's folder."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            with contextlib.suppress(OSError):
+                line = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+                if f"{run_dir} " in line and all(word in line for word in words):
+                    found.append(int(entry.name))
+    return sorted(found)
 
 
 def kill(pids: list[int], number: int = signal.SIGKILL) -> int:

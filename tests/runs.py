@@ -18,6 +18,7 @@ from typing import Any
 from async_rl.observability.sinks import read_run
 from async_rl.recipes.tiny import new_model
 from async_rl.recipes.tokenizer import character_tokenizer
+from benchmarks import whole_runs
 
 ROOT = Path(__file__).parent.parent
 QUICKSTART = ROOT / "configs" / "quickstart.yaml"
@@ -61,15 +62,8 @@ class Run:
         return json.loads(self.text().splitlines()[-1])
 
     def pids(self, *words: str) -> list[int]:
-        """Processes of this run's session tree whose command line holds all of `words` and the run's folder."""
-        found = []
-        for entry in Path("/proc").iterdir():
-            if entry.name.isdigit():
-                with contextlib.suppress(OSError):
-                    line = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
-                    if str(self.run_dir) in line and all(word in line for word in words):
-                        found.append(int(entry.name))
-        return sorted(found)
+        """Of this run's processes whose command line holds all of `words`."""
+        return whole_runs.pids(self.run_dir, *words)
 
 
 @contextmanager

@@ -73,13 +73,14 @@ def tensors(step: int) -> dict[str, torch.Tensor]:
     return {f"model.{name}": torch.full((20_000,), float(step)) for name in "abc"}
 
 
-def save_for_ever(directory: Path, ready: int) -> None:
+def save_for_ever(directory: Path, told: int) -> None:
+    """Writes a byte to `told` before the first save, and after each."""
     checkpointer = Checkpointer(directory, keep=1)
     latest = checkpointer.latest_complete()
     assert latest
     step = step_of(latest)
-    os.write(ready, b"x")
     while True:
+        os.write(told, b"x")
         step += 1
         checkpointer.save(step, tensors(step), str(step).encode())
 
@@ -87,20 +88,22 @@ def save_for_ever(directory: Path, ready: int) -> None:
 @pytest.mark.timeout(300)
 def test_at_whatever_instant_a_save_is_killed_the_newest_complete_checkpoint_loads(tmp_path: Path) -> None:
     directory, rng, found = tmp_path / "checkpoints", random.Random(3), [0]
+    begin = time.monotonic()
     Checkpointer(directory, keep=1).save(0, tensors(0), b"0")
-    cut = 0
+    took_s, cut = time.monotonic() - begin, 0
     for _ in range(NUM_KILLS):
-        heard, ready = os.pipe()
+        heard, told = os.pipe()
         pid = os.fork()
         if pid == 0:
             try:
-                save_for_ever(directory, ready)
+                save_for_ever(directory, told)
             finally:
                 os._exit(1)
-        os.close(ready)
-        assert os.read(heard, 1) == b"x"
+        os.close(told)
+        for _ in range(1 + rng.randint(0, 2)):
+            assert os.read(heard, 1) == b"x"
         os.close(heard)
-        time.sleep(rng.uniform(0.0, 0.2))
+        time.sleep(rng.uniform(0.0, took_s))
         os.kill(pid, signal.SIGKILL)
         assert os.WTERMSIG(os.waitpid(pid, 0)[1]) == signal.SIGKILL
         cut += any(directory.glob(".step_*"))
