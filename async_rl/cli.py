@@ -6,6 +6,7 @@ Invariant: a user's mistake is one sentence on stderr and exit code 2, never a t
 from __future__ import annotations
 
 import argparse
+import errno
 import json
 import os
 import sys
@@ -130,7 +131,8 @@ def _is_users_mistake(error: Exception) -> bool:
     from async_rl.envs.base import TaskError
     from async_rl.learner import LearnerError
 
-    return isinstance(error, ConfigError | TaskError | LearnerError)
+    too_long = isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG
+    return too_long or isinstance(error, ConfigError | TaskError | LearnerError)
 
 
 def _train(arguments: argparse.Namespace) -> int:
@@ -177,6 +179,7 @@ def _rollout(arguments: argparse.Namespace) -> int:
     done = steps_done(run_dir)
     if done >= load_config(run_dir / "config.yaml").num_steps:
         raise ConfigError(nobody_left(run_dir, done))
+    print(f"async-rl: {arguments.name} is starting; it joins when its engine is up", file=sys.stderr, flush=True)
     _become(rollout_argv(run_dir, arguments.name))
     return 0
 

@@ -72,10 +72,15 @@ def pip(*args, quiet=True):
 
 
 def stage(text, work):
-    """Do one stage of work; say what it is and how long it took."""
+    """Do one stage of work; say what it is, and then how long it took."""
     begin = time.monotonic()
-    work()
-    say(f"{text} ({time.monotonic() - begin:.0f} s)")
+    print(f"setup: {text} ... ", end="", flush=True)
+    try:
+        work()
+    except BaseException:
+        print(flush=True)
+        raise
+    print(f"{time.monotonic() - begin:.0f} s", flush=True)
 
 
 def pins():
@@ -119,6 +124,7 @@ def install_torch(version):
         pip("--no-deps", f"torch=={version}+cpu")
     except SetupError:
         if sys.platform == "linux":
+            print(flush=True)
             say(
                 f"pip knows no CPU build of torch {version}, so the default one is fetched: on x86-64 that is a CUDA build of "
                 "gigabytes. To avoid it, stop now (Ctrl-C) and set PIP_EXTRA_INDEX_URL to PyTorch's index of CPU wheels."

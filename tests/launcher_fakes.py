@@ -73,11 +73,18 @@ def learner(mode: str, run_dir: str) -> int:
         number = lives if mode == "killed_often" else 1
         (folder / "checkpoints" / "latest").write_text(f"step_{number:06d}\n")
         os.kill(os.getpid(), signal.SIGKILL)
+    if mode == "killed_with_rollout" and lives == 1:
+        wait_for(lambda: bool(list(folder.glob("rollout.*"))))
+        (folder / "checkpoints").mkdir()
+        (folder / "checkpoints" / "latest").write_bytes(b"\xff")  # damaged, by whatever killed them: only its presence counts
+        for path in folder.glob("rollout.*"):
+            os.kill(int(path.suffix[1:]), signal.SIGKILL)
+        os.kill(os.getpid(), signal.SIGKILL)
     if mode == "loses_a_rank" and lives == 1:
         (folder / "checkpoints").mkdir()
         (folder / "checkpoints" / "latest").write_text("step_000001\n")
         return EXIT_LOST_RANK
-    if mode == "waits_for_second_rollout":
+    if mode in ("waits_for_second_rollout", "killed_with_rollout"):
         wait_for(lambda: len(list(folder.glob("rollout.*"))) >= 2)
     print("step 1/1", flush=True)
     (folder / "result.json").write_text(json.dumps({"reward_last": 1.0}, indent=1))

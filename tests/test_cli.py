@@ -122,6 +122,12 @@ def test_a_folder_that_is_no_run_is_one_sentence(tmp_path):
     assert "holds no metrics.jsonl" in refused("report", str(tmp_path))
 
 
+def test_a_path_too_long_for_the_system_is_one_sentence():
+    long = "x" * 300
+    for command in (["check", long], ["check", "configs/quickstart.yaml", f"model.path={long}"], ["status", long]):
+        assert "File name too long" in refused(*command)
+
+
 def test_a_model_is_not_written_over(tmp_path):
     assert "which exists" in refused("model", "tiny", "--out", str(tmp_path))
 

@@ -103,6 +103,8 @@ def test_every_key_has_a_docstring():
         ({"transport": {"max_message_bytes": 1 << 16}, "group_size": 99}, ["transport.max_message_bytes"]),
         ({"learner": {"warmup_fraction": 0.7, "hold_fraction": 0.7}}, ["learner.warmup_fraction"]),
         ({"model": {}}, ["model.path", "missing"]),
+        ({"run_dir": "a\0b"}, ["run_dir", "NUL"]),
+        ({"rollout": {"stop": ["x", "\0"]}}, ["rollout.stop.1", "NUL"]),
     ],
 )
 def test_an_impossible_configuration_is_one_sentence_that_names_the_key(changes, words):

@@ -23,12 +23,14 @@ FAKES = Path(__file__).with_name("launcher_fakes.py")
 class Launched:
     """A launcher over stand-ins, in a session of its own; killed at the end of the test whatever happens."""
 
-    def __init__(self, folder: Path, learner: str, rollout: str) -> None:
+    def __init__(
+        self, folder: Path, learner: str, rollout: str, through: tuple[str, ...] = (), terminal: int = subprocess.PIPE
+    ) -> None:
         self.folder = folder
         self.process = subprocess.Popen(
-            [sys.executable, str(FAKES), "launcher", learner, rollout, str(folder)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
+            [*through, sys.executable, str(FAKES), "launcher", learner, rollout, str(folder)],
+            stdout=terminal,
+            stderr=terminal,
             text=True,
             start_new_session=True,
         )
@@ -68,8 +70,8 @@ def alive(pid: int) -> bool:
 def launch(tmp_path):
     running: list[Launched] = []
 
-    def start(learner: str, rollout: str) -> Launched:
-        running.append(Launched(tmp_path / "run", learner, rollout))
+    def start(learner: str, rollout: str, **options) -> Launched:
+        running.append(Launched(tmp_path / "run", learner, rollout, **options))
         return running[-1]
 
     yield start
@@ -260,6 +262,51 @@ def test_a_learner_whose_lives_come_to_nothing_is_started_again_three_times(laun
     assert code == 128 + signal.SIGKILL
     assert len(run.pids("learner")) == 5, "the first left a checkpoint, the other four none"
     assert "(restart 1)" in err and "(restart 4, 3 of 3 in a row without progress)" in err
+
+
+def test_a_learner_and_a_rollout_that_are_killed_together_are_both_started_again(launch):
+    run = launch("killed_with_rollout", "waits_for_end")
+    code, _, err = run.end()
+    assert code == 0, err
+    assert len(run.pids("learner")) == len(run.pids("rollout")) == 2
+    assert "from its checkpoint (restart 1)" in err and "rollout-0 was killed by SIGKILL; starting it again" in err
+
+
+@pytest.mark.parametrize("terminal", ["closed", "a pipe that nobody reads", "on a full disk"])
+def test_a_terminal_that_takes_no_word_ends_no_run(launch, terminal: str):
+    if terminal == "closed":
+        reader, writer = os.openpty()
+    elif terminal == "on a full disk":
+        reader, writer = None, os.open("/dev/full", os.O_WRONLY)
+    else:
+        reader, writer = os.pipe()
+    run = launch("waits_for_second_rollout", "killed_once", terminal=writer)
+    os.close(writer)
+    if reader is not None:
+        os.close(reader)
+    assert run.process.wait(60) == 0
+    assert json.loads((run.folder / "result.json").read_text()) == {"reward_last": 1.0}
+
+
+def test_a_hang_up_ends_a_run_but_not_under_nohup(launch):
+    run = launch("stoppable", "waits_for_end", through=("nohup",))
+    run.wait_for("rank")
+    run.process.send_signal(signal.SIGHUP)
+    time.sleep(1.0)
+    assert run.process.poll() is None and not (run.folder / "heard.json").exists()
+    run.process.send_signal(signal.SIGTERM)
+    assert run.end()[0] == 128 + signal.SIGTERM
+
+
+def test_a_run_that_is_stopped_before_its_learner_is_up_names_the_checkpoint_that_it_keeps(launch, tmp_path):
+    (tmp_path / "run" / "checkpoints").mkdir(parents=True)
+    (tmp_path / "run" / "checkpoints" / "latest").write_text("step_000085\n")
+    run = launch("torchrun", "waits_for_end")
+    run.wait_for("rank")
+    run.process.send_signal(signal.SIGTERM)
+    _, out, _ = run.end()
+    reason = "stopped by SIGTERM before the first step of this life; the checkpoint of version 85 is kept"
+    assert json.loads(out.splitlines()[-1])["reason"] == reason
 
 
 def test_a_learner_that_lost_a_rank_is_started_again_from_its_checkpoint(launch):

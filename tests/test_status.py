@@ -82,7 +82,8 @@ def test_one_that_writes_no_more_is_told_from_one_that_writes(tmp_path: Path, mo
 
 
 def test_a_member_elsewhere_is_known_from_the_learner_and_books_are_told(tmp_path: Path):
-    member = {"id": "far#2", "process": "far", "pid": 7, "state": "idle", "weights": "1:4", "leases": 2, "heartbeat_age_s": 0.5}
+    member = {"id": "far#2", "process": "far", "pid": 7, "state": "idle", "weights": "1:4", "leases": 2}
+    member |= {"heartbeat_age_s": 0.5, "core_age_s": 0.1}
     file = StatusFile(tmp_path, "learner-0")
     file.look = lambda: {"members": [member], "ledger": {"granted": 9, "dropped": {"stale": 1, "failed": 2}}}
     file.write()
@@ -123,6 +124,31 @@ def test_without_a_run_it_says_how_the_last_one_ended(tmp_path: Path, result, wo
     if result:
         (tmp_path / "result.json").write_text(json.dumps(result))
     assert status(tmp_path) == [f"no run is going on in {tmp_path}: {words}"]
+
+
+@pytest.mark.parametrize(
+    "junk",
+    [
+        *({"written": "yesterday"}, {"written": None}, {"pid": "12"}, {"pid": True}, {"waits": 3}, {"core": "q"}),
+        *({"members": None}, {"members": [1]}, {"members": [{"id": "x"}]}, {"leases": "2"}),
+    ],
+)
+def test_a_file_that_no_process_wrote_is_as_good_as_none(tmp_path: Path, junk: dict):
+    file = StatusFile(tmp_path, "learner-0")
+    file.look = lambda: junk
+    file.write()
+    assert status(tmp_path)[0].startswith(f"no run is going on in {tmp_path}")
+
+
+def test_neither_depth_nor_a_pipe_nor_an_odd_pid_holds_up_status(tmp_path: Path):
+    file = StatusFile(tmp_path, "rollout-0")
+    (tmp_path / "status").mkdir()
+    (tmp_path / "status" / "deep.json").write_text("[" * 200_000)
+    os.mkfifo(tmp_path / "status" / "pipe.json")
+    for pid in (-5, 0, 1 << 80):
+        file.look = lambda pid=pid: {"pid": pid}
+        file.write()
+        assert status(tmp_path)[0].startswith("no run is going on")
 
 
 def test_what_an_earlier_life_has_left_is_forgotten(tmp_path: Path):

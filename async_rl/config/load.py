@@ -145,6 +145,8 @@ def _key_and_value(item: str, layer: Any) -> tuple[Key, Any]:
 
 def parse_config(tree: dict[Any, Any]) -> Config:
     """The checked tree from plain data; raises ConfigError as `load_config` does."""
+    if key := _with_nul(tree):
+        raise ConfigError(f"{key} holds a NUL character, which no path or name has: leave it out")
     try:
         config = Config.model_validate(tree)
     except ValidationError as e:
@@ -153,6 +155,14 @@ def parse_config(tree: dict[Any, Any]) -> Config:
         if broken:
             raise ConfigError(sentence)
     return config
+
+
+def _with_nul(value: Any, key: str = "") -> str:
+    """The first key whose text, or the text of a part, holds one; "" without any."""
+    if isinstance(value, str):
+        return (key or "the configuration") if "\0" in value else ""
+    parts = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    return next(filter(None, (_with_nul(part, f"{key}.{name}" if key else str(name)) for name, part in parts)), "")
 
 
 def _sentence(error: ValidationError) -> str:

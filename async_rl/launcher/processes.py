@@ -23,6 +23,7 @@ from typing import IO
 import psutil
 
 from async_rl.launcher.plan import ProcessSpec
+from async_rl.launcher.terminal import show
 from async_rl.observability.process import LOST_RANK, PARENT_PID, die_with_parent
 
 TAIL_BYTES = 64 << 10
@@ -67,9 +68,12 @@ class Child:
 
     def tail(self, num_lines: int) -> list[str]:
         """The last lines that this process has added to its log, without blank ones."""
-        with self.spec.log.open("rb") as file:
-            file.seek(max(self._log_begin, file.seek(0, os.SEEK_END) - TAIL_BYTES))
-            lines = file.read().decode(errors="replace").splitlines()
+        try:
+            with self.spec.log.open("rb") as file:
+                file.seek(max(self._log_begin, file.seek(0, os.SEEK_END) - TAIL_BYTES))
+                lines = file.read().decode(errors="replace").splitlines()
+        except OSError:  # somebody has moved or removed it
+            return []
         return list(deque((line.rstrip() for line in lines if line.strip()), maxlen=num_lines))
 
     def last_words(self) -> str:
@@ -156,7 +160,6 @@ class Pipes:
     def __init__(self) -> None:
         self._unfinished: dict[Child, bytes] = {}
         self._selector = selectors.DefaultSelector()
-        self._terminal_open = True
 
     def add(self, child: Child) -> None:
         assert child.popen.stdout is not None
@@ -185,19 +188,9 @@ class Pipes:
             self._selector.unregister(pipe)
 
     def _pass_on(self, child: Child, data: bytes) -> None:
-        self._show(data)
+        show(sys.stdout, data)
         with contextlib.suppress(OSError):  # a full disk: the process whose words these are tells of it
             child.log.write(data)
-
-    def _show(self, data: bytes) -> None:
-        if not self._terminal_open:
-            return
-        try:
-            sys.stdout.buffer.write(data)
-            sys.stdout.buffer.flush()
-        except BrokenPipeError:  # `train | head`: the run goes on, its log has the rest
-            self._terminal_open = False
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def end_all(children: Iterable[Child], grace_s: float, bystanders: Iterable[int] = ()) -> None:

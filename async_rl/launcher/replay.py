@@ -16,20 +16,30 @@ from async_rl.launcher.prepare import CONFIG, Prepared, Replay, resolve
 from async_rl.launcher.train import run
 
 BATCHES = Path("record") / "batches"
-OFF = ("record=false", "rollout.count=0", "eval.draws=0", "eval.target=null", "checkpoint.keep_best=false", "model.make=null")
+OFF = (
+    "record=false",
+    "rollout.count=0",
+    "eval.draws=0",
+    "eval.target=null",
+    "checkpoint.keep_best=false",
+    "model.make=null",
+    "observe.metrics_port=null",
+)
 
 
 def replay(recorded: Path, out: Path, overrides: list[str]) -> int:
     """Run to the end of the record; returns the exit code. Raises ConfigError before anything is started."""
     record = recorded / BATCHES
-    if not record.is_file():
-        raise ConfigError(f"{recorded} holds no record: only a run with record=true can be replayed")
     if out == recorded:
         raise ConfigError(f"--out is {out}, the folder of the recorded run: choose another")
+    if not record.is_file():
+        raise ConfigError(f"{recorded} holds no record: only a run with record=true can be replayed, once its learner is up")
     given = [override.split("=", 1)[0] for override in overrides]
     off = {"run_dir", *(setting.split("=", 1)[0] for setting in OFF)}
     if odd := [key for key in given if key in off]:
-        raise ConfigError(f"{odd[0]} cannot be given to a replay, which has no rollouts and no evaluations: leave it out")
+        raise ConfigError(
+            f"{odd[0]} cannot be given to a replay, which has no rollouts, no evaluations and no sockets: leave it out"
+        )
     config = load_config(recorded / CONFIG, [*overrides, *OFF, f"run_dir={out}"])
     machine = find_machine()
     plan = make_plan(config, out, machine)

@@ -50,10 +50,10 @@ def _rank(word: Said) -> tuple[int, str]:
 def _process(pid: int | None, born: float | None = None) -> psutil.Process | None:
     """The process of this host with that pid, unless it has ended; `born` tells it from a later one."""
     try:
-        process = psutil.Process(pid) if pid else None
+        process = psutil.Process(pid) if pid and pid > 0 else None
         if process and process.status() != psutil.STATUS_ZOMBIE and (born is None or process.create_time() == born):
             return process
-    except psutil.NoSuchProcess:
+    except (psutil.NoSuchProcess, OverflowError):
         pass
     return None
 
@@ -98,12 +98,12 @@ def _lines(word: Said, member: Said, table_age_s: float) -> Iterator[str]:
     if "weights" in word:
         parts.append(f"weights {word['weights'] or 'none yet'}")
     if "leases" in word:
-        parts.append(f"{word['leases']} leases, {word['unacknowledged']} unacknowledged")
+        parts.append(f"{word['leases']} leases, {word.get('unacknowledged', 0)} unacknowledged")
     if member:
         parts.append(f"heard by the learner {member['heartbeat_age_s'] + table_age_s:.1f} s ago")
     elif "leases" in word:
         parts.append("not known to the learner")
-    yield "  ".join(filter(None, [*parts, "; ".join(word.get("waits", ()))]))
+    yield "  ".join(filter(None, [*parts, "; ".join(map(str, word.get("waits", ())))]))
     if word.get("core"):
         yield _core_line(word)
 
@@ -151,6 +151,8 @@ def _ask_for_stacks(run_dir: Path, said: list[Said]) -> Iterator[str]:
             continue
         for who, pid in ((word["process"], word["pid"]), (f"the engine core of {word['process']}", word.get("core"))):
             if pid and stacks.ask(pid):
-                yield f"stacks of {who}: {run_dir / word['stacks']}"
+                process = _process(pid)
+                later = ", once it goes on" if process and _frozen(process, 0.0) else ""
+                yield f"stacks of {who}: {run_dir / word['stacks']}{later}"
             elif pid:
                 yield f"stacks of {who} cannot be had: pid {pid} does not listen yet"

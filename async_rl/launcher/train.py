@@ -31,8 +31,10 @@ from async_rl.launcher.plan import ProcessSpec
 from async_rl.launcher.prepare import Before, Prepared, claim, install_model, model_recipe, prepare, unfinished
 from async_rl.launcher.processes import Child, Orphans, Pipes, end_all, own_children
 from async_rl.launcher.restarts import Restarts
+from async_rl.launcher.terminal import release, say, show
 from async_rl.launcher.watching import Watch
 from async_rl.observability.process import EXIT_LOST_RANK, adopt_orphans
+from async_rl.observability.sinks import METRICS
 
 EXIT_BUG, EXIT_CONFIG, EXIT_ROLLOUTS_GONE = 1, 2, 3
 EARNED_S = 300.0  # a rollout that lived so long has served: its earlier restarts are forgiven
@@ -55,16 +57,17 @@ def run(prepared: Prepared) -> int:
     with Signals() as signals:
         lock, news = claim(prepared)
         with lock:
-            _say(f"run_dir {_short(prepared.run_dir)}{news}")
+            say(f"run_dir {_short(prepared.run_dir)}{news}")
             adopt_orphans()
-            watch = Watch(prepared.run_dir, _say)
+            watch = Watch(prepared.run_dir, say)
             ending = _make_model(prepared, signals, watch) or Supervisor(prepared, signals, watch).run()
             watch.close()
             refused = ending.code == EXIT_CONFIG and not learners_result(prepared.run_dir)
             result = settle(prepared.run_dir, ending, keep=not refused)
             if refused:
                 before.put_back()
-            print(json.dumps(result), flush=True)
+            show(sys.stdout, f"{json.dumps(result)}\n".encode())
+            release()
     return ending.code
 
 
@@ -75,7 +78,9 @@ class Signals:
         self.asked: list[int] = []
 
     def __enter__(self) -> Signals:
-        numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
+        numbers = [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1]
+        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # as nohup has it
+            numbers.append(signal.SIGHUP)
         self._before = {number: signal.signal(number, self._remember) for number in numbers}
         return self
 
@@ -92,7 +97,7 @@ def _make_model(prepared: Prepared, signals: Signals, word: Watch) -> Ending | N
     spec = model_recipe(prepared)
     if spec is None:
         return None
-    _say(f"making the model {_short(Path(prepared.config.model.path))} by the recipe '{prepared.config.model.make}'")
+    say(f"making the model {_short(Path(prepared.config.model.path))} by the recipe '{prepared.config.model.make}'")
     unfinished(prepared).parent.mkdir(parents=True, exist_ok=True)
     begin, bystanders = time.monotonic(), own_children()
     child = Child(spec, piped=True)
@@ -105,12 +110,12 @@ def _make_model(prepared: Prepared, signals: Signals, word: Watch) -> Ending | N
         said.pass_on(0.0)
         if signals.asked:
             reason = f"stopped by {_name(signals.asked[0])} while the model was made"
-            _say(f"{reason}; no model was kept")
+            say(f"{reason}; no model was kept")
             return Ending(128 + signals.asked[0], "stopped", reason)
         if code := _exit_code(child):
             return _failure(child, code, f"the recipe '{prepared.config.model.make}' failed with exit code {code}")
         install_model(prepared)
-        _say(f"model made in {time.monotonic() - begin:.0f} s")
+        say(f"model made in {time.monotonic() - begin:.0f} s")
         return None
     finally:
         end_all([child], END_GRACE_S, bystanders)
@@ -185,14 +190,14 @@ class Supervisor:
                 if not self._revive_learner():
                     return self._learners_code()
             if self._deadline is not None and time.monotonic() > self._deadline:
-                _say("killing everything" if len(self._signals.asked) > 1 else "the learner did not stop in time and is killed")
+                say("killing everything" if len(self._signals.asked) > 1 else "the learner did not stop in time and is killed")
                 self._overdue = True
                 return 128 + (self._signals.asked[0] if self._signals.asked else signal.SIGKILL)
 
     def _awaited(self) -> str:
         if self._deadline is not None:
             return "the learner to stop by itself, before it is killed"
-        listens = (self._prepared.run_dir / "learner.json").exists()
+        listens = (self._prepared.run_dir / (METRICS if self._prepared.replay else "learner.json")).exists()
         return "" if listens else f"the learner to come up; its log is {_short(self._learner.spec.log)}"
 
     def _heed_signals(self) -> None:
@@ -203,7 +208,7 @@ class Supervisor:
         if self._heeded or len(asked) > 1:
             self._deadline = time.monotonic()
         else:
-            _say(f"{_name(asked[0])}: asking the learner to save and stop; once more to kill everything")
+            say(f"{_name(asked[0])}: asking the learner to save and stop; once more to kill everything")
             # what hangs up a terminal is a wish to end like any other; ranks know three of them
             self._stop_learner(asked[0] if asked[0] != signal.SIGHUP else signal.SIGTERM, STOP_GRACE_S)
         self._heeded = len(asked)
@@ -218,13 +223,13 @@ class Supervisor:
 
     def _look_after(self, rollout: Rollout) -> None:
         """Notice a rollout's end and decide what follows."""
-        if rollout.gone or rollout.child.poll() is None:
-            return
+        if rollout.gone or rollout.child.poll() is None or self._learner.poll() is not None:
+            return  # what becomes of the learner comes first
         code = rollout.child.poll() or 0
         line, served = (rollout.child.tail(1) or [""])[-1], time.monotonic() - rollout.born_s >= EARNED_S
         same_again = code > 0 and line == rollout.last_line and not served
         rollout.last_line = line
-        if code == 0 or self._stopping or self._learner.poll() is not None:
+        if code == 0 or self._stopping:
             rollout.gone = True
         elif code == EXIT_CONFIG or same_again or not rollout.restarts.allow(served):
             rollout.gone = True
@@ -241,7 +246,7 @@ class Supervisor:
         """One that is stopped, or stuck, does not notice that its ranks have ended, and nobody would notice it."""
         bare_s = self._orphans.look(self._learner, [child.popen.pid for child in self._children()] + [*self._bystanders])
         if bare_s > END_GRACE_S and self._learner.poll() is None:
-            _say(f"torchrun, pid {self._learner.popen.pid}, has not ended {bare_s:.0f} s after its last rank and is killed")
+            say(f"torchrun, pid {self._learner.popen.pid}, has not ended {bare_s:.0f} s after its last rank and is killed")
             self._bare = True
             self._learner.popen.kill()
             self._learner.popen.wait()
@@ -256,7 +261,7 @@ class Supervisor:
         last = all(r.gone for r in self._rollouts)
         words = "" if last else rollout.child.last_words()
         said = f', its last words: "{words}"' if words else ""
-        _say(f"{rollout.spec.name} {how}{said}; {what_follows}; its log is {_short(rollout.spec.log)}")
+        say(f"{rollout.spec.name} {how}{said}; {what_follows}; its log is {_short(rollout.spec.log)}")
 
     def _revive_learner(self) -> bool:
         """Start a learner that a signal killed, or that lost a rank, again, when there is a checkpoint to start from."""
@@ -266,16 +271,16 @@ class Supervisor:
             return False
         if not self._learner_restarts.allow(self._checkpoint() != self._newest):
             return False
-        _say(f"the learner {_how(code)}; starting it again from its checkpoint ({self._learner_restarts})")
+        say(f"the learner {_how(code)}; starting it again from its checkpoint ({self._learner_restarts})")
         self._pipes.drop(self._learner)  # what it left may hold the other end
         end_all([self._learner], 0.0, own_children())  # its ranks are gone with it; what they left is not
         self._learner = self._start_learner()
         return True
 
     def _checkpoint(self) -> str:
-        """The name of the newest one, or ""."""
+        """The name of the newest one, or ""; of a damaged one something: the learner knows what else there is."""
         try:
-            return (self._prepared.run_dir / "checkpoints" / "latest").read_text().strip()
+            return (self._prepared.run_dir / "checkpoints" / "latest").read_text(errors="replace").strip()
         except OSError:
             return ""
 
@@ -299,19 +304,21 @@ class Supervisor:
         if asked and (code in ORDERLY or self._overdue):
             ending = Ending(code, "stopped", self._how_stopped())
             if not result:
-                _say(f"{ending.reason}; nothing new was saved")
+                say(f"{ending.reason}; nothing new was saved")
             return ending
         if code == EXIT_BUG or not result:
             return _failure(self._learner, code, how)
         # its own sentence is enough: the end of its log has been on the terminal
-        _say(f"{how}: {result.get('reason', 'it gave no reason')}; its log is {_short(self._learner.spec.log)}")
+        say(f"{how}: {result.get('reason', 'it gave no reason')}; its log is {_short(self._learner.spec.log)}")
         return Ending(code, "failed", how)
 
     def _how_stopped(self) -> str:
         """For a learner that had no time to say it."""
         asked = self._signals.asked
         if not self._overdue:
-            return f"stopped by {_name(asked[0])} before the first step"
+            kept = self._checkpoint().removeprefix("step_")
+            since = f" of this life; the checkpoint of version {int(kept)} is kept" if kept.isdecimal() else ""
+            return f"stopped by {_name(asked[0])} before the first step{since}"
         if len(asked) > 1:
             return f"stopped by a second {_name(asked[-1])}, without a checkpoint"
         return f"stopped by {_name(asked[0])}, but killed after {STOP_GRACE_S:g} s without a checkpoint"
@@ -338,16 +345,11 @@ def _how(code: int) -> str:
 def _failure(child: Child, code: int, why: str) -> Ending:
     """Show the end of the log that tells; the run's end."""
     lines, log = child.tail(NUM_LAST_WORDS), _short(child.spec.log)
-    _say(f"{why}; the end of its log {log}:" if lines else f"{why}; it wrote nothing into its log {log}")
+    say(f"{why}; the end of its log {log}:" if lines else f"{why}; it wrote nothing into its log {log}")
     for line in lines:
-        print(f"    {line}", file=sys.stderr)
-    sys.stderr.flush()
+        show(sys.stderr, f"    {line}\n".encode())
     words = child.last_words()
     return Ending(code, "failed", f"{why}: {words}" if words else why)
-
-
-def _say(text: str) -> None:
-    print(f"async-rl: {text}", file=sys.stderr, flush=True)
 
 
 def _short(path: Path) -> str:

@@ -12,8 +12,9 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import psutil
@@ -23,6 +24,18 @@ from async_rl.observability import stacks, waiting
 FOLDER = "status"
 EVERY_S = 1.0
 SHORT_S = 1.0  # shorter waits are the ordinary course of things
+
+Kinds = Mapping[str, Any]
+NUMBER = int | float
+ALWAYS: Kinds = {"process": str, "pid": int, "born": NUMBER, "host": str, "stacks": str, "written": NUMBER, "waits": list}
+AT_TIMES: Kinds = {
+    **{"id": str, "state": str, "weights": str, "leases": int, "unacknowledged": int, "core": int | None, "core_age_s": NUMBER},
+    **{"learner_age_s": NUMBER, "members": list, "ledger": dict},
+}
+MEMBER: Kinds = {
+    **{"id": str, "process": str, "pid": int, "state": str, "weights": str, "leases": int},
+    **{"heartbeat_age_s": NUMBER, "core_age_s": NUMBER},
+}
 
 _resting = threading.Lock()
 os.register_at_fork(before=_resting.acquire, after_in_parent=_resting.release, after_in_child=_resting.release)
@@ -83,8 +96,17 @@ def read(run_dir: Path) -> list[dict[str, Any]]:
     """What the processes have written last, by name."""
     found = []
     for path in sorted((run_dir / FOLDER).glob("*.json")):
-        with contextlib.suppress(OSError, ValueError):
-            content = json.loads(path.read_text())
-            if isinstance(content, dict) and isinstance(content.get("process"), str):
+        with contextlib.suppress(OSError, ValueError, RecursionError):
+            content = json.loads(path.read_text()) if path.is_file() else None
+            if _fits(content, ALWAYS, AT_TIMES) and all(_fits(member, MEMBER) for member in content.get("members", ())):
                 found.append(content)
     return found
+
+
+def _fits(content: Any, always: Kinds, at_times: Kinds = MappingProxyType({})) -> bool:
+    """Whether it is what a process writes: a file that is anything else is as good as none."""
+    if not isinstance(content, dict) or not always.keys() <= content.keys():
+        return False
+    kinds = {**always, **at_times}
+    known = [(content[name], kind) for name, kind in kinds.items() if name in content]
+    return all(isinstance(value, kind) and not isinstance(value, bool) for value, kind in known)

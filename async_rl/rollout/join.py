@@ -57,6 +57,7 @@ class Door:
     retry_s: float  # how often the discovery file is looked at
     answer_s: float  # how long one Hello may stay unanswered before it is said over a new connection
     timeout_s: float
+    key: str = ""  # where its own lies, if there are keys
     since_s: float = field(default_factory=lambda: psutil.Process().create_time())  # a run that finished earlier may go on
 
     def look(self) -> Discovery | None:
@@ -72,7 +73,10 @@ class Door:
 
     def _where(self) -> str:
         seen = self.look()
-        return f"knocking at {seen.control_address}" if seen else f"{self.path} names no learner of this run"
+        if seen is None:
+            return f"{self.path} names no learner of this run"
+        keyed = f" with {self.key}, which it answers only if it knows that" if self.key else ""
+        return f"knocking at {seen.control_address}{keyed}"
 
     async def _join(self) -> Joined:
         seen: Discovery | None = None

@@ -155,7 +155,7 @@ class Heartbeat(Message):
     free_slots: Count = 0
     num_running: Count = 0
     generated_tokens: Annotated[int, Field(ge=0, lt=2**48)] = 0
-    engine_age_s: float = 0.0  # since the engine core last answered
+    engine_age_s: Annotated[float, Field(ge=0, le=1e9)] = 0.0  # since the engine core last answered
     phase: Text = ""
 
 
