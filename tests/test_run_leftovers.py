@@ -18,7 +18,7 @@ import pytest
 
 from .runs import Run, random_model, rollout, train
 
-pytestmark = [pytest.mark.process, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.process, pytest.mark.whole, pytest.mark.timeout(300)]
 TOY = ("rollout.engine=toy", "model.make=null", "groups_per_step=4", "rollout.num_slots=4", "eval.draws=8", "eval.every=0")
 LEFT_S = 10.0
 
