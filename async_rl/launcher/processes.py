@@ -31,6 +31,7 @@ LEAVE_S = 2.0  # a scorer looks for its parent every second
 LOOK_S = 1.0  # between two looks at all processes
 NUM_SEARCHED = 50  # lines of a log, for a sentence
 MAX_WORDS = 200  # characters of it that a terminal gets
+AFTERMATH = "Exception ignored in"  # of the interpreter's end
 NOISE = re.compile(r"\s|Traceback |.*Warning: ")  # around a traceback's last line
 ROUTINE = re.compile(
     r"(\S+ ){0,4}(DEBUG|INFO|WARNING)\b|\[?[IW]\d{3,4} |.*\d%\|"
@@ -82,7 +83,8 @@ class Child:
         Our processes close with "NAME: sentence". Others end in a traceback's last line, with warnings of libraries around it.
         Of one that a signal killed, what its log said last in the ordinary course of things is no cause and not told.
         """
-        lines, mark = self.tail(NUM_SEARCHED), f"{self.spec.name}: "
+        lines = list(takewhile(lambda line: not line.startswith(AFTERMATH), self.tail(NUM_SEARCHED)))
+        mark = f"{self.spec.name}: "
         own = [line.removeprefix(mark) for line in lines if line.startswith(mark)]
         causes = [line for line in own if LOST_RANK not in line]
         code = self.poll() or 0

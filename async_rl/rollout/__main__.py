@@ -161,7 +161,7 @@ async def _serve(
         transport.heartbeat_s,
         transport.heartbeat_timeout_s,
         transport.connect_timeout_s,
-        str(transport.keys / "rollout.key") if transport.keys is not None else "",
+        str(Path(transport.keys) / "rollout.key") if transport.keys is not None else "",
     )
     worker = Worker(config, sampler, door)
     status.look = worker.status
