@@ -180,6 +180,10 @@ def test_the_pipe_of_a_process_whose_leftovers_hold_it_is_free_for_the_next(tmp_
             "ValueError: no such planet",
         ),
         ("", ""),
+        (
+            "ValueError: the cause\nException ignored in: <function f>\nTypeError: 'NoneType' is no function",
+            "ValueError: the cause",
+        ),
         ("Traceback (most recent call last):\n  here\nAssertionError\n", "AssertionError"),
         ("word " * 100, ("word " * 100)[:199] + "…"),
         ("rollout-0: rank 1 failed: boom\nrollout-0: rank 0 has lost rank 1: closed\n", "rank 1 failed: boom"),

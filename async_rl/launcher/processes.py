@@ -18,6 +18,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Iterable
+from itertools import takewhile
 from typing import IO
 
 import psutil
