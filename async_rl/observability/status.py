@@ -97,7 +97,7 @@ def read(run_dir: Path) -> list[dict[str, Any]]:
     found = []
     for path in sorted((run_dir / FOLDER).glob("*.json")):
         with contextlib.suppress(OSError, ValueError, RecursionError):
-            content = json.loads(path.read_text()) if path.is_file() else None
+            content: Any = json.loads(path.read_text()) if path.is_file() else None
             if _fits(content, ALWAYS, AT_TIMES) and all(_fits(member, MEMBER) for member in content.get("members", ())):
                 found.append(content)
     return found
