@@ -14,6 +14,7 @@ import time
 from pathlib import Path
 
 from async_rl.observability.process import EXIT_LOST_RANK, PARENT_PID, die_with_parent
+from async_rl.observability.status import StatusFile
 
 
 def launcher(learner_mode: str, rollout_mode: str, run_dir: str) -> int:
@@ -67,6 +68,21 @@ def learner(mode: str, run_dir: str) -> int:
         time.sleep(0.3)
         print("learner: data.path is absent", file=sys.stderr)
         return 2
+    if mode.startswith("killed"):
+        killed(mode, folder)
+    if mode == "loses_a_rank" and not (folder / "checkpoints").exists():
+        (folder / "checkpoints").mkdir()
+        (folder / "checkpoints" / "latest").write_text("step_000001\n")
+        return EXIT_LOST_RANK
+    await_rollouts(mode, folder)
+    print("step 1/1", flush=True)
+    (folder / "result.json").write_text(json.dumps({"reward_last": 1.0}, indent=1))
+    (folder / "end").touch()
+    return 0
+
+
+def killed(mode: str, folder: Path) -> None:
+    """Some lives end here."""
     lives = len(list(folder.glob("learner.*")))
     if (mode == "killed_once" and lives == 1) or (mode == "killed_often" and lives < 7) or mode == "killed_in_vain":
         (folder / "checkpoints").mkdir(exist_ok=True)
@@ -80,16 +96,20 @@ def learner(mode: str, run_dir: str) -> int:
         for path in folder.glob("rollout.*"):
             os.kill(int(path.suffix[1:]), signal.SIGKILL)
         os.kill(os.getpid(), signal.SIGKILL)
-    if mode == "loses_a_rank" and lives == 1:
-        (folder / "checkpoints").mkdir()
-        (folder / "checkpoints" / "latest").write_text("step_000001\n")
-        return EXIT_LOST_RANK
+
+
+def await_rollouts(mode: str, folder: Path) -> None:
+    if mode == "waits_for_six_rollouts":
+        wait_for(lambda: len(list(folder.glob("rollout.*"))) >= 6)
+    if mode == "has_another":
+        status = StatusFile(folder, "learner-0")
+        member = {"id": "mine#4", "process": "mine", "pid": 1, "state": "sampling", "weights": "1:0", "leases": 2}
+        status.look = lambda: {"members": [member | {"heartbeat_age_s": 0.1, "core_age_s": 0.1}]}
+        status.write()
+        wait_for(lambda: len(list(folder.glob("rollout.*"))) >= 2)
+        time.sleep(3.0)
     if mode in ("waits_for_second_rollout", "killed_with_rollout"):
         wait_for(lambda: len(list(folder.glob("rollout.*"))) >= 2)
-    print("step 1/1", flush=True)
-    (folder / "result.json").write_text(json.dumps({"reward_last": 1.0}, indent=1))
-    (folder / "end").touch()
-    return 0
 
 
 def stoppable(folder: Path) -> int:
@@ -108,6 +128,13 @@ def stoppable(folder: Path) -> int:
 def rollout(mode: str, run_dir: str) -> int:
     folder = Path(run_dir)
     note(folder, "rollout")
+    if mode == "delivers_and_breaks":
+        status = StatusFile(folder, "rollout-0")
+        status.look = lambda: {"delivered": 1}
+        status.write()
+        time.sleep(2.5)
+        print("rollout: the engine core died", file=sys.stderr)
+        return 1
     if mode == "breaks":
         print("loading\nrollout: the engine refuses this model", file=sys.stderr)
         return 1

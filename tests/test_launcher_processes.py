@@ -8,79 +8,14 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
-import psutil
 import pytest
 
 from async_rl.launcher.plan import ProcessSpec
 from async_rl.launcher.processes import Child, Pipes
 from async_rl.launcher.restarts import Restarts
 
-FAKES = Path(__file__).with_name("launcher_fakes.py")
-
-
-class Launched:
-    """A launcher over stand-ins, in a session of its own; killed at the end of the test whatever happens."""
-
-    def __init__(
-        self, folder: Path, learner: str, rollout: str, through: tuple[str, ...] = (), terminal: int = subprocess.PIPE
-    ) -> None:
-        self.folder = folder
-        self.process = subprocess.Popen(
-            [*through, sys.executable, str(FAKES), "launcher", learner, rollout, str(folder)],
-            stdout=terminal,
-            stderr=terminal,
-            text=True,
-            start_new_session=True,
-        )
-
-    def end(self, timeout_s: float = 60) -> tuple[int, str, str]:
-        out, err = self.process.communicate(timeout=timeout_s)
-        return self.process.returncode, out, err
-
-    def pids(self, role: str) -> list[int]:
-        return [int(path.suffix[1:]) for path in self.folder.glob(f"{role}.*")]
-
-    def wait_for(self, role: str, timeout_s: float = 40) -> None:
-        deadline = time.monotonic() + timeout_s
-        while not self.pids(role):
-            assert time.monotonic() < deadline and self.process.poll() is None, f"{role} did not start"
-            time.sleep(0.02)
-
-    def survivors(self) -> list[int]:
-        """Of all processes that ran for it, those that live 5 s later."""
-        pids = [pid for role in ("learner", "rank", "rollout") for pid in self.pids(role)]
-        if (self.folder / "helper").exists():
-            pids.append(int((self.folder / "helper").read_text()))
-        deadline = time.monotonic() + 5
-        while (left := [pid for pid in pids if alive(pid)]) and time.monotonic() < deadline:
-            time.sleep(0.02)
-        return left
-
-
-def alive(pid: int) -> bool:
-    try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
-
-
-@pytest.fixture
-def launch(tmp_path):
-    running: list[Launched] = []
-
-    def start(learner: str, rollout: str, **options) -> Launched:
-        running.append(Launched(tmp_path / "run", learner, rollout, **options))
-        return running[-1]
-
-    yield start
-    for launched in running:
-        if launched.process.poll() is None:
-            launched.process.kill()
-            launched.process.wait(10)
-        for pid in launched.survivors():
-            os.kill(pid, signal.SIGKILL)
+from .launched import FAKES
 
 
 def test_progress_goes_to_the_terminal_and_the_log_and_the_last_line_is_the_result(launch):
@@ -237,6 +172,21 @@ def test_a_rollout_that_breaks_the_same_way_twice_ends_the_run_within_15_s(launc
     assert run.survivors() == []
 
 
+def test_a_rollout_that_delivers_and_breaks_in_the_same_way_is_started_again_and_again(launch):
+    run = launch("waits_for_six_rollouts", "delivers_and_breaks")
+    code, _, err = run.end()
+    assert code == 0, err
+    assert "starting it again (restart 5); its log" in err and "as before" not in err
+
+
+def test_a_run_without_rollouts_of_its_own_goes_on_with_those_started_by_hand(launch):
+    run = launch("has_another", "breaks")
+    code, out, err = run.end()
+    assert code == 0, err
+    assert "it is not started again" in err and "async-rl: the run goes on with mine#4, started by hand" in err.splitlines()
+    assert json.loads(out.splitlines()[-1]) == {"reward_last": 1.0}
+
+
 def test_a_rollout_that_is_killed_is_started_again(launch):
     run = launch("waits_for_second_rollout", "killed_once")
     code, out, err = run.end()
@@ -274,43 +224,6 @@ def test_a_learner_and_a_rollout_that_are_killed_together_are_both_started_again
     assert code == 0, err
     assert len(run.pids("learner")) == len(run.pids("rollout")) == 2
     assert "from its checkpoint (restart 1)" in err and "rollout-0 was killed by SIGKILL; starting it again" in err
-
-
-@pytest.mark.parametrize("terminal", ["closed", "a pipe that nobody reads", "on a full disk"])
-def test_a_terminal_that_takes_no_word_ends_no_run(launch, terminal: str):
-    if terminal == "closed":
-        reader, writer = os.openpty()
-    elif terminal == "on a full disk":
-        reader, writer = None, os.open("/dev/full", os.O_WRONLY)
-    else:
-        reader, writer = os.pipe()
-    run = launch("waits_for_second_rollout", "killed_once", terminal=writer)
-    os.close(writer)
-    if reader is not None:
-        os.close(reader)
-    assert run.process.wait(60) == 0
-    assert json.loads((run.folder / "result.json").read_text()) == {"reward_last": 1.0}
-
-
-def test_a_hang_up_ends_a_run_but_not_under_nohup(launch):
-    run = launch("stoppable", "waits_for_end", through=("nohup",))
-    run.wait_for("rank")
-    run.process.send_signal(signal.SIGHUP)
-    time.sleep(1.0)
-    assert run.process.poll() is None and not (run.folder / "heard.json").exists()
-    run.process.send_signal(signal.SIGTERM)
-    assert run.end()[0] == 128 + signal.SIGTERM
-
-
-def test_a_run_that_is_stopped_before_its_learner_is_up_names_the_checkpoint_that_it_keeps(launch, tmp_path):
-    (tmp_path / "run" / "checkpoints").mkdir(parents=True)
-    (tmp_path / "run" / "checkpoints" / "latest").write_text("step_000085\n")
-    run = launch("torchrun", "waits_for_end")
-    run.wait_for("rank")
-    run.process.send_signal(signal.SIGTERM)
-    _, out, _ = run.end()
-    reason = "stopped by SIGTERM before the first step of this life; the checkpoint of version 85 is kept"
-    assert json.loads(out.splitlines()[-1])["reason"] == reason
 
 
 def test_a_learner_that_lost_a_rank_is_started_again_from_its_checkpoint(launch):

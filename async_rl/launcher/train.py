@@ -6,9 +6,9 @@ stdout is its JSON.
 
     a child ends            what follows
     rollout, 0              it was told END, or left; nothing, unless it was the last one
-    rollout, otherwise      started again; not after 3 restarts in a row that did not serve for EARNED_S, nor when it fails as
-                            it did the time before (same last words)
-    last rollout            learner is asked to stop, exit code 3
+    rollout, otherwise      started again; not after 3 restarts in a row that delivered nothing, nor when it delivered nothing
+                            and fails as it did the time before (same last words)
+    last rollout            learner is asked to stop, exit code 3; but while rollouts started by hand serve, the run goes on
     learner, by a signal,   started again from its checkpoint, if there is one; not after 3 restarts in a row without a new one
     or for a lost rank
     learner, otherwise      its exit code is the run's
@@ -37,7 +37,6 @@ from async_rl.observability.process import EXIT_LOST_RANK, adopt_orphans
 from async_rl.observability.sinks import METRICS
 
 EXIT_BUG, EXIT_CONFIG, EXIT_ROLLOUTS_GONE = 1, 2, 3
-EARNED_S = 300.0  # a rollout that lived so long has served: its earlier restarts are forgiven
 POLL_S = 0.1
 STOP_GRACE_S = 300.0  # after a signal, for the checkpoint and the end of the books
 END_GRACE_S = 10.0  # for a process that has nothing left to save
@@ -131,7 +130,7 @@ class Rollout:
     restarts: Restarts = field(default_factory=Restarts)
     last_line: str | None = None  # of the life before; None before the first end
     gone: bool = field(default=False)
-    born_s: float = field(default_factory=time.monotonic)
+    delivered: bool = False  # a group, in this life: its earlier restarts are forgiven
 
 
 class Supervisor:
@@ -223,22 +222,27 @@ class Supervisor:
 
     def _look_after(self, rollout: Rollout) -> None:
         """Notice a rollout's end and decide what follows."""
-        if rollout.gone or rollout.child.poll() is None or self._learner.poll() is not None:
+        if rollout.gone or self._learner.poll() is not None:
             return  # what becomes of the learner comes first
-        code = rollout.child.poll() or 0
-        line, served = (rollout.child.tail(1) or [""])[-1], time.monotonic() - rollout.born_s >= EARNED_S
-        same_again = code > 0 and line == rollout.last_line and not served
+        rollout.delivered = rollout.delivered or self._word.has_delivered(rollout.spec.name, rollout.child.popen.pid)
+        if rollout.child.poll() is None:
+            return
+        code, line = rollout.child.poll() or 0, (rollout.child.tail(1) or [""])[-1]
+        same_again = code > 0 and line == rollout.last_line and not rollout.delivered
         rollout.last_line = line
         if code == 0 or self._stopping:
             rollout.gone = True
-        elif code == EXIT_CONFIG or same_again or not rollout.restarts.allow(served):
+        elif code == EXIT_CONFIG or same_again or not rollout.restarts.allow(rollout.delivered):
             rollout.gone = True
             self._report(rollout, f"{_how(code)}{' as before' if same_again else ''}", "it is not started again")
         else:
             self._report(rollout, _how(code), f"starting it again ({rollout.restarts})")
             self._ended = [child for child in self._ended if child.poll() is None] + [rollout.child]
-            rollout.child, rollout.born_s = Child(rollout.spec), time.monotonic()
+            rollout.child, rollout.delivered = Child(rollout.spec), False
         if code != 0 and not self._stopping and all(r.gone for r in self._rollouts):
+            if others := self._word.others({r.spec.name for r in self._rollouts}):
+                say(f"the run goes on with {', '.join(others)}, started by hand")
+                return
             self._failed = (EXIT_ROLLOUTS_GONE, rollout.child, f"no rollout is left: {rollout.spec.name} {_how(code)}")
             self._stop_learner(signal.SIGTERM, END_GRACE_S)
 

@@ -1,4 +1,4 @@
-"""The launcher's own word: what it waits for, on the terminal and in its status file.
+"""The launcher's own word, on the terminal and in its status file, and what it takes from those of others.
 
 Imports observability only. Invariant: no thread, for the launcher forks; whoever has a loop calls `look` in every turn of it.
 """
@@ -9,8 +9,9 @@ import contextlib
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
-from async_rl.observability.status import EVERY_S, FOLDER, StatusFile, forget
+from async_rl.observability.status import EVERY_S, FOLDER, StatusFile, forget, read
 from async_rl.observability.waiting import REPORT_EVERY_S
 
 
@@ -23,6 +24,8 @@ class Watch:
         self._what = ""
         self._since_s = self._written_s = -EVERY_S
         self._tell_after_s = REPORT_EVERY_S
+        self._words: list[dict[str, Any]] = []
+        self._read_s = -EVERY_S
         self.look("")
 
     def look(self, what: str) -> None:
@@ -39,6 +42,18 @@ class Watch:
             waits = [f"waiting {waited_s:.1f} s for {what}"] if what else []
             self._file.look = lambda: {"state": "watching", "waits": waits}
             self._file.write()
+
+    def has_delivered(self, name: str, pid: int) -> bool:
+        """Whether the rollout of that name and pid had delivered a group when it last said something of itself."""
+        now = time.monotonic()
+        if now - self._read_s >= EVERY_S:
+            self._read_s, self._words = now, read(self._run_dir)
+        return any(word["process"] == name and word["pid"] == pid and word.get("delivered", 0) > 0 for word in self._words)
+
+    def others(self, names: set[str]) -> list[str]:
+        """The rollouts of other names that serve the learner, by what it last said."""
+        members = [member for word in read(self._run_dir) for member in word.get("members", ())]
+        return [member["id"] for member in members if member["process"] not in names and member["weights"]]
 
     def close(self) -> None:
         """The run is over: nothing is left to be looked at."""

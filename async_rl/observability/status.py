@@ -1,7 +1,8 @@
 """What a process is doing, in a small file of its run that a person reads with `async-rl status`.
 
-Owns RUN_DIR/status/PROCESS.json. Imports the standard library, psutil and the reporter. Invariants: nothing is controlled by
-these files; a process never fails, nor waits, because of its own; while a fork is made the writing thread is at rest.
+Owns RUN_DIR/status/PROCESS.json. Imports the standard library, psutil and the reporter. Invariants: these files decide nothing
+but whether a rollout that died was of use, and whether others are left (launcher/train.py); a process never fails, nor waits,
+because of its own; while a fork is made the writing thread is at rest.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ NUMBER = int | float
 ALWAYS: Kinds = {"process": str, "pid": int, "born": NUMBER, "host": str, "stacks": str, "written": NUMBER, "waits": list}
 AT_TIMES: Kinds = {
     **{"id": str, "state": str, "weights": str, "leases": int, "unacknowledged": int, "core": int | None, "core_age_s": NUMBER},
-    **{"learner_age_s": NUMBER, "members": list, "ledger": dict},
+    **{"delivered": int, "learner_age_s": NUMBER, "members": list, "ledger": dict},
 }
 MEMBER: Kinds = {
     **{"id": str, "process": str, "pid": int, "state": str, "weights": str, "leases": int},

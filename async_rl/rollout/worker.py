@@ -69,7 +69,7 @@ class Worker:
         """For people, from another thread."""
         engine, membership = self.sampler.engine, self.membership
         said = {"weights": engine.serving, "unacknowledged": len(self.outbox), "core": engine.core_pid}
-        said |= {"core_age_s": self.pulse.age_s, "state": "joining", "leases": 0}
+        said |= {"core_age_s": self.pulse.age_s, "state": "joining", "leases": 0, "delivered": self.counts["groups_delivered"]}
         return said | (membership.status() if membership else {})
 
     def summary(self) -> dict[str, int]:
