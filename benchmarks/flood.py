@@ -1,11 +1,9 @@
 """What strangers cost a run: step time and the learner's memory while 100,000 bad messages a minute come in, and without them.
 
 A whole run on loopback (toy engine, random tiny model), once with keys and once without. A process of its own floods both
-ports in windows of a few seconds, every other one, so that both kinds of window see the same machine. With keys every message
-needs a connection of its own, for the first one ends it; without, half of them come over standing connections. It runs on the
-cores of the run, at the lowest priority: a stranger has a machine of his own, and what his own work takes is not what he
-costs the learner, though some of it still is in the ratio. Prints one line of JSON and exits with 1 when a target is missed;
-takes about three minutes.
+ports in windows of a few seconds, every other one, so that both kinds of window see the same machine. It shares the cores with
+the run, as a stranger on the same host would; what it takes for itself is part of the ratio. Prints one line of JSON and exits
+with 1 when a target is missed; takes about three minutes.
 """
 
 from __future__ import annotations

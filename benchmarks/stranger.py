@@ -5,7 +5,6 @@ Light, so that its start disturbs nobody. Says "ready", and after "stop" how man
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import json
 import os
@@ -16,7 +15,6 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import zmq
@@ -48,7 +46,7 @@ def stranger(control: str, data: str, replayed: dict[str, str]) -> None:
     peers = _peers(control, data)
     turns = itertools.cycle(
         [(name, say, kind, where) for name, say in raw.items() for kind, where in ((b"DEALER", control), (b"PUSH", data))]
-        + [("frames", peer, b"", "") for peer in peers["frames"] * len(raw)]  # without keys they are half of all
+        + [("frames", peer, b"", "") for peer in peers["frames"]]
     )
     held: list[socket.socket] = []
     started = time.monotonic()
@@ -64,13 +62,6 @@ def stranger(control: str, data: str, replayed: dict[str, str]) -> None:
             left -= done
     sent["wrong_key"] = sum(_failures(monitor) for monitor in peers["monitors"])
     print(json.dumps(sent), flush=True)
-
-
-def give_way() -> None:
-    """Run when nobody else on this host wants to: a stranger's own work would be done on another one."""
-    os.nice(19)
-    with contextlib.suppress(OSError):  # where sessions are scheduled as groups, priorities count within them only
-        Path("/proc/self/autogroup").write_text("19")
 
 
 def _switch() -> Iterator[bool]:
@@ -139,5 +130,4 @@ def _failures(monitor: zmq.Socket) -> int:
 
 
 if __name__ == "__main__":
-    give_way()
     stranger(sys.argv[1], sys.argv[2], json.loads(sys.argv[3]))
