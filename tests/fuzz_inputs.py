@@ -122,7 +122,7 @@ class Inputs:
                 lambda: Hello(**cast(Any, hello)),
                 lambda: Hello(**cast(Any, hello)),
                 lambda: Heartbeat(
-                    free_slots=number(), generated_tokens=rng.randrange(2**48), engine_age_s=rng.choice((0.0, -1e308, 1e308))
+                    free_slots=number(), generated_tokens=rng.randrange(2**48), engine_age_s=rng.choice((0.0, 30.0, 1e9))
                 ),
                 lambda: Heartbeat(free_slots=8),
                 lambda: Prepared(membership=number(), version=number()),

@@ -89,6 +89,8 @@ def killed(mode: str, folder: Path) -> None:
         number = lives if mode == "killed_often" else 1
         (folder / "checkpoints" / "latest").write_text(f"step_{number:06d}\n")
         os.kill(os.getpid(), signal.SIGKILL)
+    if mode == "killed_at_once":
+        os.kill(os.getpid(), signal.SIGKILL)
     if mode == "killed_with_rollout" and lives == 1:
         wait_for(lambda: bool(list(folder.glob("rollout.*"))))
         (folder / "checkpoints").mkdir()

@@ -71,7 +71,8 @@ def fingerprint(prompt: str, answer: str, **_: Any) -> float:
 def starts_a_program(prompt: str, answer: str, **_: Any) -> float:
     """The usual shape of a reward that runs an answer: `answer` names a file that a program keeps fresh, and what follows."""
     path, then = answer.split(maxsplit=1)
-    loop = f"import os, pathlib, time\nwhile True: pathlib.Path({path!r}).write_text(str(os.getpid())); time.sleep(0.05)"
+    keep_fresh = f"pathlib.Path({path!r} + '.new').write_text(str(os.getpid())); os.replace({path!r} + '.new', {path!r})"
+    loop = f"import os, pathlib, time\nwhile True: {keep_fresh}; time.sleep(0.05)"  # replaced, so that nobody reads half of it
     program = subprocess.Popen([sys.executable, "-c", loop])
     while not os.path.exists(path):
         time.sleep(0.02)

@@ -216,6 +216,14 @@ def test_a_learner_whose_lives_come_to_nothing_is_started_again_three_times(laun
     assert code == 128 + signal.SIGKILL
     assert len(run.pids("learner")) == 5, "the first left a checkpoint, the other four none"
     assert "(restart 1)" in err and "(restart 4, 3 of 3 in a row without progress)" in err
+    assert "SIGKILL and is not started again: 3 restarts in a row have left no newer checkpoint" in err
+
+
+def test_a_learner_that_is_killed_before_its_first_checkpoint_ends_the_run_and_says_so(launch):
+    run = launch("killed_at_once", "waits_for_end")
+    code, _, err = run.end()
+    assert code == 128 + signal.SIGKILL and len(run.pids("learner")) == 1
+    assert "the learner was killed by SIGKILL before its first checkpoint (checkpoint.every) and is not started again" in err
 
 
 def test_a_learner_and_a_rollout_that_are_killed_together_are_both_started_again(launch):

@@ -27,13 +27,17 @@ def _rank(run: Run, number: int) -> int:
     return pid
 
 
+def _saved(run: Run) -> bool:
+    return (run.run_dir / "checkpoints" / "latest").exists()
+
+
 def _environment(pid: int) -> bytes:
     return b"\0" + Path(f"/proc/{pid}/environ").read_bytes()
 
 
 def test_a_run_outlives_a_rank_of_its_hybrid_learner_and_goes_on_with_fewer_ranks(tmp_path: Path, model: str) -> None:
     with train(tmp_path, *TOY, model, "num_steps=12", "checkpoint.every=3", "learner.ranks=2", "learner.replicas=2") as run:
-        run.wait_until("a checkpoint and a step more", lambda: len(run.steps()) >= 4, 200)
+        run.wait_until("a checkpoint and a step more", lambda: _saved(run) and len(run.steps()) >= 4, 200)
         os.kill(_rank(run, 1), signal.SIGKILL)
         run.wait_until("the second life", lambda: "resumed version" in run.text(), 120)
         result = run.finish(200)
@@ -52,7 +56,7 @@ def test_a_run_outlives_a_rank_of_its_hybrid_learner_and_goes_on_with_fewer_rank
 def test_a_learner_rank_that_freezes_is_named_and_the_run_goes_on_from_its_checkpoint(tmp_path: Path, model: str) -> None:
     quick = ("learner.ranks=2", "learner.step_timeout_s=10", "checkpoint.every=3")
     with train(tmp_path, *TOY, *quick, model, "num_steps=12") as run:
-        run.wait_until("a checkpoint and a step more", lambda: len(run.steps()) >= 4, 200)
+        run.wait_until("a checkpoint and a step more", lambda: _saved(run) and len(run.steps()) >= 4, 200)
         rollout_0, frozen = run.pids("async_rl.rollout", "rollout-0"), _rank(run, 1)
         os.kill(frozen, signal.SIGSTOP)
         run.wait_until("the second life", lambda: "resumed version" in run.text(), 200)

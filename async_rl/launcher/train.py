@@ -30,7 +30,7 @@ from async_rl.launcher.ending import Ending, learners_result, settle
 from async_rl.launcher.plan import ProcessSpec
 from async_rl.launcher.prepare import Before, Prepared, claim, install_model, model_recipe, prepare, unfinished
 from async_rl.launcher.processes import Child, Orphans, Pipes, end_all, own_children
-from async_rl.launcher.restarts import Restarts
+from async_rl.launcher.restarts import MAX_FRUITLESS, Restarts
 from async_rl.launcher.terminal import release, say, show
 from async_rl.launcher.watching import Watch
 from async_rl.observability.process import EXIT_LOST_RANK, adopt_orphans
@@ -142,6 +142,7 @@ class Supervisor:
         self._signals = signals
         self._bystanders = own_children()
         self._learner_restarts = Restarts()
+        self._past_help = ""  # why a learner that was lost is not started again
         self._newest = ""  # checkpoint when the learner's life began
         self._heeded = 0  # signals already acted upon
         self._deadline: float | None = None  # of a learner that was asked to stop
@@ -271,15 +272,26 @@ class Supervisor:
         """Start a learner that a signal killed, or that lost a rank, again, when there is a checkpoint to start from."""
         code = self._learners_code()
         lost = code == EXIT_LOST_RANK or (code >= 128 and code not in ORDERLY)
-        if not lost or self._stopping or not self._prepared.config.checkpoint.resume or not self._checkpoint():
+        if not lost or self._stopping:
             return False
-        if not self._learner_restarts.allow(self._checkpoint() != self._newest):
+        self._past_help = self._why_not_revived()
+        if self._past_help:
             return False
         say(f"the learner {_how(code)}; starting it again from its checkpoint ({self._learner_restarts})")
         self._pipes.drop(self._learner)  # what it left may hold the other end
         end_all([self._learner], 0.0, own_children())  # its ranks are gone with it; what they left is not
         self._learner = self._start_learner()
         return True
+
+    def _why_not_revived(self) -> str:
+        """What forbids another life of the learner, or ""."""
+        if not self._prepared.config.checkpoint.resume:
+            return " and is not started again (checkpoint.resume=false)"
+        if not self._checkpoint():
+            return " before its first checkpoint (checkpoint.every) and is not started again"
+        if not self._learner_restarts.allow(self._checkpoint() != self._newest):
+            return f" and is not started again: {MAX_FRUITLESS} restarts in a row have left no newer checkpoint"
+        return ""
 
     def _checkpoint(self) -> str:
         """The name of the newest one, or ""; of a damaged one something: the learner knows what else there is."""
@@ -299,7 +311,7 @@ class Supervisor:
         if self._failed:
             code, child, why = self._failed
             return _failure(child, code, why)
-        how, result = f"the learner {_how(code)}", learners_result(self._prepared.run_dir)
+        how, result = f"the learner {_how(code)}{self._past_help}", learners_result(self._prepared.run_dir)
         if code == 0:
             return Ending(code, "finished", how)
         asked = self._signals.asked
