@@ -13,6 +13,7 @@ the most that strangers can have it do: EVENTS_QUEUE events per poll.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import resource
 import socket
@@ -20,6 +21,7 @@ import struct
 from collections.abc import Callable
 
 import zmq
+from zmq.backend.cython import _zmq
 from zmq.utils import z85
 
 from async_rl.transport.codec import BadMessage
@@ -34,7 +36,12 @@ MAX_CALL_EVENTS = 1024
 
 _ZAP = "inproc://zeromq.zap.01"
 _DOMAIN = b"async_rl"
-_EVENT = struct.Struct("=HI")  # the first of an event's two frames (zmq_socket_monitor(3)); thousands a second may come
+_EVENT = struct.Struct("=HI")  # the first of an event's two frames (zmq_socket_monitor(3)), the other is the endpoint
+_ENDPOINT_BYTES = 256  # more than one has
+# int zmq_recv(void *socket, void *buffer, size_t bytes, int flags), as zmq.Socket.recv but without letting go of the GIL: it
+# never waits here, thousands of events a second may come, and for each the training thread would win the GIL and lose it again.
+_recv = ctypes.PyDLL(_zmq.__file__).zmq_recv
+_recv.argtypes = [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_size_t, ctypes.c_int]
 _FAILED = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 _NO_KEY = (zmq.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH, zmq.PROTOCOL_ERROR_ZMTP_CRYPTOGRAPHIC)
 _WHY = {
@@ -86,6 +93,7 @@ class Connections:
         self._open: dict[int, int] = {}  # descriptor -> handshakes that had succeeded when it came
         self._shut: set[int] = set()  # by us: counted already
         self._succeeded = self._refused = 0  # refused: counted already, their ends are still to come
+        self._said, self._endpoint = ctypes.create_string_buffer(_EVENT.size), ctypes.create_string_buffer(_ENDPOINT_BYTES)
         self._silent = False  # the next end is of one that said nothing, or not all of it
         address = f"inproc://connections-{monitored.underlying}"
         monitored.monitor(address, _FAILED | zmq.EVENT_ACCEPTED | zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
@@ -96,14 +104,14 @@ class Connections:
 
     def take(self) -> bool:
         """Count what has happened; True when there may be more."""
+        said, endpoint = self._said, self._endpoint
         for _ in range(MAX_CALL_EVENTS):
-            try:
-                said, endpoint = self.socket.recv(zmq.NOBLOCK), self.socket.recv(zmq.NOBLOCK)
-            except zmq.Again:
+            if _recv(self.socket.underlying, said, _EVENT.size, zmq.NOBLOCK) < 0:
                 return False
-            event, value = _EVENT.unpack(said)
+            _recv(self.socket.underlying, endpoint, _ENDPOINT_BYTES - 1, zmq.NOBLOCK)
+            event, value = _EVENT.unpack_from(said)
             if event == zmq.EVENT_ACCEPTED:
-                self._came(value, endpoint)
+                self._came(value, endpoint.value)
             elif event == zmq.EVENT_DISCONNECTED:
                 self._left(value)
             elif event == zmq.EVENT_HANDSHAKE_SUCCEEDED:

@@ -13,7 +13,6 @@ import contextlib
 import logging
 import math
 import socket
-import time
 from collections import Counter
 
 import zmq
@@ -31,7 +30,6 @@ from async_rl.types import Group
 _log = logging.getLogger(__name__)
 
 MAX_POLL_MESSAGES = 512  # per channel and call, good or bad: a flood on one channel cannot starve the other or the caller
-PAUSE_S = 0.02
 MAX_POLL_BYTES = 16 << 20  # of groups: a caller that is slow holds that many beside what queues
 
 
@@ -91,13 +89,12 @@ class ZmqHub:
     def poll(self, timeout_s: float) -> list[Event]:
         """See `base.Hub`. A call takes a bounded share of what is queued; what is left makes the next one return at once.
 
-        Connections that come and go are looked at in every call, but end none, and one that had nothing but messages to refuse
-        takes PAUSE_S: thousands a second would have the caller run as often.
+        Connections that come and go are looked at in every call and end none: thousands a second would have the caller run
+        as often.
         """
         self._owner.check()
         for connections in self._connections:
             connections.take()
-        refused = self.refused.total()
         ready = dict(self._poller.poll(math.ceil(max(0.0, timeout_s) * 1000)))
         if self._woken.fileno() in ready:
             self._woken.recv(4096)
@@ -108,8 +105,6 @@ class ZmqHub:
             self._take_control(events)
         if self._data in ready:
             self._take_data(events)
-        if not events and self.refused.total() > refused:
-            time.sleep(PAUSE_S)
         return events
 
     def send(self, peer: Peer, message: Message) -> bool:
