@@ -192,7 +192,7 @@ def _become(argv: tuple[str, ...]) -> None:
 
 def _export(arguments: argparse.Namespace) -> int:
     run_dir = _run_dir(arguments.run_dir)
-    from async_rl.learner.export import export
+    from async_rl.learner.checkpoints.export import export
 
     which = "best" if arguments.best else "newest" if arguments.step is None else arguments.step
     card = export(run_dir, arguments.out, which, arguments.dtype)

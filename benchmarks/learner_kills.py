@@ -22,7 +22,7 @@ from async_rl.config import Config, load_config
 from async_rl.data.prompts import PromptStream
 from async_rl.envs.tasks import build_prompts
 from async_rl.envs.text import load_tokenizer
-from async_rl.learner.recorder import BATCHES, RECORD, Recorded, read_record
+from async_rl.learner.report.recorder import BATCHES, RECORD, Recorded, read_record
 from benchmarks.whole_runs import Command, kill, newest, steps, toy, whereabouts
 
 GROUPS, EVERY, NUM_RANKS = 4, 5, 2

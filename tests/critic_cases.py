@@ -12,12 +12,12 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from async_rl.config import Config
-from async_rl.learner.critic import CriticModel, shard_critic
-from async_rl.learner.minibatches import Scored, batch_tensors, deal, scored
-from async_rl.learner.model import hf_named_parameters
-from async_rl.learner.optim import Optimizer, num_optimizer_steps
-from async_rl.learner.tally import Tally
-from async_rl.learner.value_update import ValueUpdate
+from async_rl.learner.update.critic import CriticModel, shard_critic
+from async_rl.learner.update.minibatches import Scored, batch_tensors, deal, scored
+from async_rl.learner.update.model import hf_named_parameters
+from async_rl.learner.update.optim import Optimizer, num_optimizer_steps
+from async_rl.learner.update.tally import Tally
+from async_rl.learner.update.value_update import ValueUpdate
 from async_rl.types import Batch
 
 from .learner_cases import CPU, full, make_batch, make_config, make_policy, rows

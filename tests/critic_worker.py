@@ -15,9 +15,9 @@ import torch
 import torch.distributed as dist
 
 from async_rl.config import Config
-from async_rl.learner.checkpoint import Checkpointer
-from async_rl.learner.model import make_mesh
-from async_rl.learner.value_update import ValueUpdate
+from async_rl.learner.checkpoints.checkpoint import Checkpointer
+from async_rl.learner.update.model import make_mesh
+from async_rl.learner.update.value_update import ValueUpdate
 from async_rl.types import Batch
 
 from .critic_cases import (

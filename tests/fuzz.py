@@ -23,10 +23,10 @@ from async_rl.data.evaluation import Evaluation
 from async_rl.data.ledger import Ledger
 from async_rl.data.prompts import PromptStream
 from async_rl.data.record import State
-from async_rl.learner.control import ControlPlane
-from async_rl.learner.dealer import Dealer
-from async_rl.learner.members import Identity
-from async_rl.learner.sizes import sizes_of
+from async_rl.learner.control.dealer import Dealer
+from async_rl.learner.control.members import Identity
+from async_rl.learner.control.plane import ControlPlane
+from async_rl.learner.control.sizes import sizes_of
 from async_rl.transport.base import Event
 from async_rl.transport.codec import decode, encode, encode_group
 from async_rl.transport.intake import Intake

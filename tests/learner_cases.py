@@ -15,11 +15,11 @@ from torch.distributed.tensor import DTensor
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from async_rl.config import Config, parse_config
-from async_rl.learner.model import PolicyModel, hf_named_parameters, shard
-from async_rl.learner.optim import Optimizer, num_optimizer_steps
-from async_rl.learner.steering import Steering
-from async_rl.learner.step import PolicyUpdate, StepReport
-from async_rl.learner.value_update import ValueUpdate
+from async_rl.learner.update.model import PolicyModel, hf_named_parameters, shard
+from async_rl.learner.update.optim import Optimizer, num_optimizer_steps
+from async_rl.learner.update.steering import Steering
+from async_rl.learner.update.step import PolicyUpdate, StepReport
+from async_rl.learner.update.value_update import ValueUpdate
 from async_rl.types import Batch
 from async_rl.weights.manifest import Manifest
 

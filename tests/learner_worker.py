@@ -17,11 +17,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from async_rl.learner import checkpoint as checkpoint_module
-from async_rl.learner.checkpoint import Checkpointer, CheckpointError, policy_tensors
-from async_rl.learner.model import hf_named_parameters, make_mesh
-from async_rl.learner.scatter import scatter_batch
-from async_rl.learner.steering import Steering
+from async_rl.learner.checkpoints import checkpoint as checkpoint_module
+from async_rl.learner.checkpoints.checkpoint import Checkpointer, CheckpointError
+from async_rl.learner.update.model import hf_named_parameters, make_mesh
+from async_rl.learner.update.optim import policy_tensors
+from async_rl.learner.update.scatter import scatter_batch
+from async_rl.learner.update.steering import Steering
 from async_rl.types import Batch
 from async_rl.weights.checksum import checksum
 from async_rl.weights.source import WeightSource

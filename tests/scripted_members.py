@@ -21,11 +21,11 @@ import torch
 from async_rl.config import Config, parse_config
 from async_rl.data.ledger import Ledger
 from async_rl.data.prompts import PromptStream
-from async_rl.learner.control import ControlPlane
-from async_rl.learner.dealer import Dealer
-from async_rl.learner.members import Identity
-from async_rl.learner.publish import Publisher
-from async_rl.learner.sizes import sizes_of
+from async_rl.learner.control.dealer import Dealer
+from async_rl.learner.control.members import Identity
+from async_rl.learner.control.plane import ControlPlane
+from async_rl.learner.control.publish import Publisher
+from async_rl.learner.control.sizes import sizes_of
 from async_rl.transport.base import Delivered, Event, Peer, Said
 from async_rl.transport.messages import (
     PROTOCOL,

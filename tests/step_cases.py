@@ -11,9 +11,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from async_rl.learner.model import hf_named_parameters
-from async_rl.learner.steering import Steering
-from async_rl.learner.step import PolicyUpdate, StepReport
+from async_rl.learner.update.model import hf_named_parameters
+from async_rl.learner.update.steering import Steering
+from async_rl.learner.update.step import PolicyUpdate, StepReport
 from async_rl.types import Batch
 
 from .critic_cases import make_critic, make_value_update

@@ -13,9 +13,9 @@ import torch
 
 from async_rl.config import parse_config
 from async_rl.data.record import Record
-from async_rl.learner.assemble import assemble
-from async_rl.learner.results import summarize
-from async_rl.learner.shaping import RewardShaping
+from async_rl.learner.report.results import summarize
+from async_rl.learner.update.assemble import assemble
+from async_rl.learner.update.shaping import RewardShaping
 from async_rl.types import Attempt, Group, Trajectory
 
 from .ledger_samples import make_prompt, make_trajectory

@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from async_rl.learner import best as module
-from async_rl.learner.best import Best, Score, read_best
-from async_rl.learner.checkpoint import Checkpointer, CheckpointError, policy_tensors
+from async_rl.learner.checkpoints import best as module
+from async_rl.learner.checkpoints.best import Best, Score, read_best
+from async_rl.learner.checkpoints.checkpoint import Checkpointer, CheckpointError
+from async_rl.learner.update.optim import policy_tensors
 
 from .learner_cases import make_config, make_policy, make_update
 

@@ -15,12 +15,13 @@ import pytest
 import torch
 
 from async_rl.learner import LearnerError
-from async_rl.learner import checkpoint as module
 from async_rl.learner.__main__ import _has_critic
-from async_rl.learner.checkpoint import Checkpointer, CheckpointError, policy_tensors, read_model
-from async_rl.learner.model import hf_named_parameters
+from async_rl.learner.checkpoints import checkpoint as module
+from async_rl.learner.checkpoints.checkpoint import Checkpointer, CheckpointError, read_model
 from async_rl.learner.rank import Rank
-from async_rl.learner.steering import Steering
+from async_rl.learner.update.model import hf_named_parameters
+from async_rl.learner.update.optim import policy_tensors
+from async_rl.learner.update.steering import Steering
 from async_rl.observability import files
 
 from .critic_cases import critic_config, make_critic, make_value_update, targets

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from async_rl.data.evaluation import Evaluation
-from async_rl.learner.control import TICK_S
+from async_rl.learner.control.plane import TICK_S
 from async_rl.learner.failure import RunFailed
 from async_rl.transport.messages import Ack, Error, Goodbye, Heartbeat, Lease, Staged
 from async_rl.types import WeightName

@@ -17,10 +17,10 @@ from async_rl.algorithms.schedules import lr_at
 from async_rl.algorithms.whitening import moments
 from async_rl.config import ConfigError
 from async_rl.learner import LearnerError
-from async_rl.learner.critic import load_critic
-from async_rl.learner.model import hf_named_parameters, make_mesh
-from async_rl.learner.value_update import make_value_update as made
-from async_rl.learner.value_update import trains_critic
+from async_rl.learner.update.critic import load_critic
+from async_rl.learner.update.model import hf_named_parameters, make_mesh
+from async_rl.learner.update.value_update import make_value_update as made
+from async_rl.learner.update.value_update import trains_critic
 
 from .critic_cases import (
     critic_config,

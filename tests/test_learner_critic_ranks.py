@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from async_rl.learner.checkpoint import Checkpointer
+from async_rl.learner.checkpoints.checkpoint import Checkpointer
 
 from .critic_cases import (
     critic_config,

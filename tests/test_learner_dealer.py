@@ -9,8 +9,8 @@ import msgpack
 import pytest
 
 from async_rl.data.prompts import PromptError, PromptStream
-from async_rl.learner.dealer import Dealer
-from async_rl.learner.sizes import BySchedule, groups_at, size_at, sizes_of
+from async_rl.learner.control.dealer import Dealer
+from async_rl.learner.control.sizes import BySchedule, groups_at, size_at, sizes_of
 
 from .ledger_samples import make_prompt, packed
 from .scripted_members import Rollout, Scene, make_config

@@ -16,10 +16,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from async_rl.config import Config, ConfigError, load_config
 from async_rl.learner import LearnerError
-from async_rl.learner import export as module
-from async_rl.learner.checkpoint import Checkpointer, policy_tensors
-from async_rl.learner.export import Which, export
-from async_rl.learner.model import PolicyModel, load_policy
+from async_rl.learner.checkpoints import export as module
+from async_rl.learner.checkpoints.checkpoint import Checkpointer
+from async_rl.learner.checkpoints.export import Which, export
+from async_rl.learner.update.model import PolicyModel, load_policy
+from async_rl.learner.update.optim import policy_tensors
 
 from .learner_cases import CPU, make_config, make_update
 from .runs import random_model

@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from async_rl.config.algorithm import KLConfig
-from async_rl.learner.gate import Gate, Phase
-from async_rl.learner.steering import Steering
+from async_rl.learner.update.gate import Gate, Phase
+from async_rl.learner.update.steering import Steering
 
 GOLDEN = {c["name"]: c for c in json.loads((Path(__file__).parent / "golden" / "algorithms.json").read_text())}
 RUNNING, PAUSED, PROBATION = Phase.RUNNING, Phase.PAUSED, Phase.PROBATION

@@ -17,15 +17,15 @@ from async_rl.data.ledger import Ledger
 from async_rl.data.prompts import PromptStream
 from async_rl.envs.tasks import Tasks
 from async_rl.learner import LearnerError
-from async_rl.learner.dealer import Dealer
+from async_rl.learner.checkpoints.state import Kept, pack_state, unpack_state
+from async_rl.learner.control.dealer import Dealer
+from async_rl.learner.control.members import Identity
+from async_rl.learner.control.sizes import sizes_of
 from async_rl.learner.failure import RunFailed, tell
-from async_rl.learner.gate import Gate
 from async_rl.learner.lead import _announce, _finish, next_incarnation
-from async_rl.learner.members import Identity
-from async_rl.learner.progress import Progress
-from async_rl.learner.shaping import RewardShaping
-from async_rl.learner.sizes import sizes_of
-from async_rl.learner.state import Kept, pack_state, unpack_state
+from async_rl.learner.report.progress import Progress
+from async_rl.learner.update.gate import Gate
+from async_rl.learner.update.shaping import RewardShaping
 from async_rl.observability.log import setup_logging
 from async_rl.observability.sinks import read_run
 

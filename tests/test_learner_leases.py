@@ -8,9 +8,9 @@ import numpy as np
 
 from async_rl.data.ledger import Ledger
 from async_rl.data.prompts import PromptStream
-from async_rl.learner.dealer import Dealer
-from async_rl.learner.leases import training_lease
-from async_rl.learner.sizes import BySchedule
+from async_rl.learner.control.dealer import Dealer
+from async_rl.learner.control.leases import training_lease
+from async_rl.learner.control.sizes import BySchedule
 from async_rl.rollout.scheduler import sample_seed
 from async_rl.rollout.toy_engine import Script, ToyEngine
 from async_rl.transport.codec import decode_group, encode_group

@@ -8,7 +8,7 @@ import sys
 import pytest
 import torch
 
-from async_rl.learner.logprobs import token_logprobs
+from async_rl.learner.update.logprobs import token_logprobs
 
 torch.set_num_threads(1)
 
@@ -85,7 +85,7 @@ def test_impossible_vocabulary_entries_leave_the_entropy_finite():
 MEMORY = """
 import resource, torch
 torch.set_num_threads(1)
-from async_rl.learner.logprobs import token_logprobs
+from async_rl.learner.update.logprobs import token_logprobs
 T, V, H = 2048, 50_000, 8
 hidden, weight = torch.randn(T, H, requires_grad=True), torch.randn(V, H, requires_grad=True)
 targets = torch.randint(0, V, (T,))

@@ -10,7 +10,7 @@ import torch
 from transformers import Gemma2Config, Gemma2ForCausalLM, GPT2Config, GPT2LMHeadModel, PreTrainedModel, Qwen3ForCausalLM
 
 from async_rl.learner import LearnerError
-from async_rl.learner.model import hf_named_parameters, load_policy
+from async_rl.learner.update.model import hf_named_parameters, load_policy
 
 from .learner_cases import CPU, make_config, make_policy
 

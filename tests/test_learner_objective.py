@@ -13,11 +13,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from async_rl.learner import estimate
-from async_rl.learner.estimate import Estimator
-from async_rl.learner.minibatches import Scored, batch_tensors, deal, scored
-from async_rl.learner.objective import Objective, Step
-from async_rl.learner.tally import Tally
+from async_rl.learner.update import estimate
+from async_rl.learner.update.estimate import Estimator
+from async_rl.learner.update.minibatches import Scored, batch_tensors, deal, scored
+from async_rl.learner.update.objective import Objective, Step
+from async_rl.learner.update.tally import Tally
 
 from .learner_cases import distance, make_config
 from .step_cases import METHODS, near_batch

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from async_rl.algorithms.schedules import lr_at
-from async_rl.learner.optim import Optimizer, num_optimizer_steps
+from async_rl.learner.update.optim import Optimizer, num_optimizer_steps
 
 from .learner_cases import make_config
 

@@ -13,10 +13,10 @@ import pytest
 import torch
 
 from async_rl.learner import trainer as trainer_module
-from async_rl.learner.checkpoint import checkpoints, step_of
+from async_rl.learner.checkpoints.checkpoint import checkpoints, step_of
 from async_rl.learner.commands import Code
-from async_rl.learner.gate import Phase
-from async_rl.learner.steering import Steering
+from async_rl.learner.update.gate import Phase
+from async_rl.learner.update.steering import Steering
 
 from .training_scene import WARM_UP, Training, make_config
 

@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 import torch
 
-from async_rl.learner.checkpoint import Checkpointer, policy_tensors
-from async_rl.learner.minibatches import batch_tensors, deal
-from async_rl.learner.steering import Steering
+from async_rl.learner.checkpoints.checkpoint import Checkpointer
+from async_rl.learner.update.minibatches import batch_tensors, deal
+from async_rl.learner.update.optim import policy_tensors
+from async_rl.learner.update.steering import Steering
 
 from .learner_cases import CPU, distance, gradients_of, make_batch, make_config, make_policy, make_update, weights
 from .learner_worker import BATCHES, MODES, no_op, state

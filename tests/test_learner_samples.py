@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 
 from async_rl.data.evaluation import Evaluation
-from async_rl.learner import samples
-from async_rl.learner.samples import Samples
+from async_rl.learner.report import samples
+from async_rl.learner.report.samples import Samples
 from async_rl.types import WeightName
 
 from .ledger_samples import make_prompt, make_trajectory

@@ -11,11 +11,12 @@ import msgpack
 import pytest
 import torch
 
-from async_rl.learner import checkpoint as module
-from async_rl.learner.best import Best, Score
-from async_rl.learner.checkpoint import Checkpointer, CheckpointError, policy_tensors
-from async_rl.learner.gate import Gate
-from async_rl.learner.saving import Saving
+from async_rl.learner.checkpoints import checkpoint as module
+from async_rl.learner.checkpoints.best import Best, Score
+from async_rl.learner.checkpoints.checkpoint import Checkpointer, CheckpointError
+from async_rl.learner.checkpoints.saving import Saving
+from async_rl.learner.update.gate import Gate
+from async_rl.learner.update.optim import policy_tensors
 
 from .learner_cases import make_config, make_policy, make_update
 from .training_scene import Training

@@ -10,7 +10,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from async_rl.learner.screen import MAX_KINDS, Screen
+from async_rl.learner.control.screen import MAX_KINDS, Screen
 from async_rl.types import Attempt, Group
 
 from .ledger_samples import make_trajectory

@@ -13,12 +13,12 @@ import torch
 import torch.distributed as dist
 
 from async_rl.config import Config
-from async_rl.learner.checkpoint import Checkpointer
+from async_rl.learner.checkpoints.checkpoint import Checkpointer
 from async_rl.learner.commands import Code, Commands
-from async_rl.learner.model import make_mesh
 from async_rl.learner.rank import Rank
-from async_rl.learner.steering import Steering, share_steering
 from async_rl.learner.trainer import follow
+from async_rl.learner.update.model import make_mesh
+from async_rl.learner.update.steering import Steering, share_steering
 
 from .learner_cases import CPU, full, make_config, make_policy, make_update, weights
 

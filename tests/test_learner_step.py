@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from async_rl.algorithms.schedules import lr_at
-from async_rl.learner.minibatches import batch_tensors, deal
-from async_rl.learner.steering import Steering
+from async_rl.learner.update.minibatches import batch_tensors, deal
+from async_rl.learner.update.steering import Steering
 from async_rl.types import Batch
 
 from .learner_cases import (

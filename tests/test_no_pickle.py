@@ -16,8 +16,8 @@ import pytest
 import torch
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 
-from async_rl.learner.checkpoint import Checkpointer, CheckpointError
-from async_rl.learner.shard_index import ShardReader
+from async_rl.learner.checkpoints.checkpoint import Checkpointer, CheckpointError
+from async_rl.learner.checkpoints.shard_index import ShardReader
 
 ROOT = Path(__file__).parents[1]
 SOURCES = sorted((ROOT / "async_rl").rglob("*.py"))
@@ -26,8 +26,14 @@ METHODS = {"recv_pyobj", "send_pyobj", "recv_serialized", "broadcast_object_list
 LOADERS = {"load", "load_all", "full_load", "unsafe_load"}  # of yaml
 
 EXCEPTIONS = {
-    ("learner/checkpoint.py", "imports pickle"): "names the error of an index that is no index; nothing is loaded with it",
-    ("learner/shard_index.py", "imports pickle"): "torch's index of shards, through a reader that admits its own classes only",
+    (
+        "learner/checkpoints/checkpoint.py",
+        "imports pickle",
+    ): "names an error; nothing is loaded with it",
+    (
+        "learner/checkpoints/shard_index.py",
+        "imports pickle",
+    ): "torch's index of shards, through a reader that admits its own classes only",
 }
 
 

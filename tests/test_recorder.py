@@ -16,7 +16,8 @@ from async_rl.data.record import LedgerError, Record
 from async_rl.data.replay import ReplayLedger
 from async_rl.learner import LearnerError
 from async_rl.learner.failure import RunFailed
-from async_rl.learner.recorder import (
+from async_rl.learner.replay import Order, _check
+from async_rl.learner.report.recorder import (
     BATCHES,
     RECORD,
     Life,
@@ -27,7 +28,6 @@ from async_rl.learner.recorder import (
     model_digest,
     read_record,
 )
-from async_rl.learner.replay import Order, _check
 from async_rl.observability.entries import EntryError, EntryWriter, read_entries
 from async_rl.transport.codec import decode_group, encode_group
 

@@ -9,7 +9,7 @@ import pytest
 
 from async_rl.envs.base import Scored
 from async_rl.envs.rewards import RewardError, RewardPool
-from async_rl.learner.screen import EXCEPTION
+from async_rl.learner.control.screen import EXCEPTION
 
 from .test_rewards import HERE, pool, prompt
 

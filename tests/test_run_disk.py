@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from async_rl.learner.checkpoint import Checkpointer, problem_of, step_of
+from async_rl.learner.checkpoints.checkpoint import Checkpointer, problem_of, step_of
 
 from .runs import Run, assert_books_balance, random_model, train
 

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from async_rl.config import Config, ConfigError, ModelConfig, parse_config
-from async_rl.learner.model import load_hf
+from async_rl.learner.update.model import load_hf
 from async_rl.rollout.hf_engine import TransformersEngine
 from async_rl.rollout.vllm_engine import VllmEngine
 from async_rl.types import WeightName

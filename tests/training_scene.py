@@ -20,26 +20,27 @@ from async_rl.config import Config
 from async_rl.data.ledger import Ledger
 from async_rl.data.prompts import PromptStream
 from async_rl.learner import trainer as trainer_module
-from async_rl.learner.best import Best
-from async_rl.learner.checkpoint import Checkpointer, policy_tensors
+from async_rl.learner.checkpoints.best import Best
+from async_rl.learner.checkpoints.checkpoint import Checkpointer
+from async_rl.learner.checkpoints.state import Kept, pack_state, unpack_state
 from async_rl.learner.commands import Code
-from async_rl.learner.control import ControlPlane
-from async_rl.learner.dealer import Dealer
-from async_rl.learner.gate import Gate
+from async_rl.learner.control.dealer import Dealer
+from async_rl.learner.control.members import Identity
+from async_rl.learner.control.plane import ControlPlane
+from async_rl.learner.control.publish import Publisher
+from async_rl.learner.control.sizes import sizes_of
 from async_rl.learner.lead import _train
-from async_rl.learner.members import Identity
-from async_rl.learner.model import hf_named_parameters
-from async_rl.learner.progress import Progress
-from async_rl.learner.publish import Publisher
 from async_rl.learner.rank import Rank
+from async_rl.learner.report.progress import Progress
 from async_rl.learner.saver import Saver
-from async_rl.learner.shaping import RewardShaping
 from async_rl.learner.signals import Stop
-from async_rl.learner.sizes import sizes_of
-from async_rl.learner.state import Kept, pack_state, unpack_state
-from async_rl.learner.steering import Steering
-from async_rl.learner.step import StepReport
 from async_rl.learner.trainer import Trainer
+from async_rl.learner.update.gate import Gate
+from async_rl.learner.update.model import hf_named_parameters
+from async_rl.learner.update.optim import policy_tensors
+from async_rl.learner.update.shaping import RewardShaping
+from async_rl.learner.update.steering import Steering
+from async_rl.learner.update.step import StepReport
 from async_rl.observability.sinks import read_run
 from async_rl.transport.messages import Lease, Message
 from async_rl.types import Attempt, Group

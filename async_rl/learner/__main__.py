@@ -24,19 +24,19 @@ from async_rl.envs.base import TaskError
 from async_rl.envs.tasks import build_prompts
 from async_rl.envs.text import load_tokenizer
 from async_rl.learner import LearnerError
-from async_rl.learner.checkpoint import Checkpointer, holds_critic, step_of
+from async_rl.learner.checkpoints.checkpoint import Checkpointer, holds_critic, step_of
+from async_rl.learner.checkpoints.state import unpack_state
 from async_rl.learner.commands import Commands
 from async_rl.learner.failure import RunStopped, lost_rank, missing_ranks, tell
 from async_rl.learner.lead import lead, weight_backend
-from async_rl.learner.model import hf_named_parameters, load_policy, make_mesh
-from async_rl.learner.optim import Optimizer, num_optimizer_steps
 from async_rl.learner.rank import Rank
 from async_rl.learner.replay import lead_replay, order_of
 from async_rl.learner.signals import Stop
-from async_rl.learner.state import unpack_state
-from async_rl.learner.step import PolicyUpdate
 from async_rl.learner.trainer import follow
-from async_rl.learner.value_update import trains_critic
+from async_rl.learner.update.model import hf_named_parameters, load_policy, make_mesh
+from async_rl.learner.update.optim import Optimizer, num_optimizer_steps
+from async_rl.learner.update.step import PolicyUpdate
+from async_rl.learner.update.value_update import trains_critic
 from async_rl.observability import stacks
 from async_rl.observability.log import get_logger, setup_logging
 from async_rl.observability.process import EXIT_LOST_RANK, LOST_RANK, die_with_parent

@@ -23,25 +23,25 @@ from async_rl.data.record import Rules
 from async_rl.envs.tasks import Tasks
 from async_rl.envs.text import decoder, load_tokenizer, tokenizer_digest
 from async_rl.learner import LearnerError
-from async_rl.learner.best import Best
+from async_rl.learner.checkpoints.best import Best
+from async_rl.learner.checkpoints.state import MAX_INCARNATION, Kept, State, pack_state
 from async_rl.learner.commands import Code
-from async_rl.learner.control import ControlPlane
-from async_rl.learner.dealer import Dealer
+from async_rl.learner.control.dealer import Dealer
+from async_rl.learner.control.members import Identity
+from async_rl.learner.control.plane import ControlPlane
+from async_rl.learner.control.publish import Publisher
+from async_rl.learner.control.sizes import groups_at, sizes_of
 from async_rl.learner.failure import RunFailed, RunStopped, lost_rank, tell
-from async_rl.learner.gate import Gate
-from async_rl.learner.members import Identity
-from async_rl.learner.progress import Progress
-from async_rl.learner.publish import Publisher
 from async_rl.learner.rank import Rank
-from async_rl.learner.recorder import Recorder, cut_record, life_of
+from async_rl.learner.report.progress import Progress
+from async_rl.learner.report.recorder import Recorder, cut_record, life_of
 from async_rl.learner.saver import Saver
-from async_rl.learner.shaping import RewardShaping
 from async_rl.learner.signals import Stop
-from async_rl.learner.sizes import groups_at, sizes_of
 from async_rl.learner.standing import standing
-from async_rl.learner.state import MAX_INCARNATION, Kept, State, pack_state
 from async_rl.learner.trainer import Trainer
-from async_rl.learner.value_update import ValueUpdate
+from async_rl.learner.update.gate import Gate
+from async_rl.learner.update.shaping import RewardShaping
+from async_rl.learner.update.value_update import ValueUpdate
 from async_rl.observability.files import replace_file
 from async_rl.observability.log import get_logger
 from async_rl.observability.process import any_core

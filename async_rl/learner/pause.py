@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Protocol
 
 from async_rl.config.algorithm import KLConfig
-from async_rl.learner.control import ControlPlane
-from async_rl.learner.gate import MAX_ACTIONS, Gate
+from async_rl.learner.control.plane import ControlPlane
+from async_rl.learner.update.gate import MAX_ACTIONS, Gate
 
 CONTINUE = "continue"
 

@@ -12,16 +12,16 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from async_rl.learner.checkpoint import Checkpointer, holds_critic, policy_tensors, step_folder
+from async_rl.learner.checkpoints.checkpoint import Checkpointer, holds_critic, step_folder
+from async_rl.learner.checkpoints.saving import Saving
 from async_rl.learner.commands import Code, Commands
 from async_rl.learner.failure import RunStopped
-from async_rl.learner.model import PolicyModel
-from async_rl.learner.optim import Optimizer
-from async_rl.learner.saving import Saving
-from async_rl.learner.scatter import scatter_batch
-from async_rl.learner.steering import Steering, share_steering
-from async_rl.learner.step import Callback, PolicyUpdate, StepReport
-from async_rl.learner.value_update import ValueUpdate, make_value_update, trains_critic
+from async_rl.learner.update.model import PolicyModel
+from async_rl.learner.update.optim import Optimizer, policy_tensors
+from async_rl.learner.update.scatter import scatter_batch
+from async_rl.learner.update.steering import Steering, share_steering
+from async_rl.learner.update.step import Callback, PolicyUpdate, StepReport
+from async_rl.learner.update.value_update import ValueUpdate, make_value_update, trains_critic
 from async_rl.observability.waiting import waiting
 from async_rl.types import Batch
 from async_rl.weights.source import WeightSource

@@ -18,20 +18,20 @@ from async_rl.data.record import Record
 from async_rl.data.replay import ReplayLedger, Source
 from async_rl.envs.text import decoder, load_tokenizer, tokenizer_digest
 from async_rl.learner import LearnerError
-from async_rl.learner.control import ControlPlane
-from async_rl.learner.dealer import Dealer
+from async_rl.learner.checkpoints.state import Kept, State
+from async_rl.learner.control.dealer import Dealer
+from async_rl.learner.control.members import Identity
+from async_rl.learner.control.plane import ControlPlane
+from async_rl.learner.control.publish import Publisher
+from async_rl.learner.control.sizes import Sizes, sizes_of
 from async_rl.learner.failure import RunFailed
-from async_rl.learner.gate import Gate
 from async_rl.learner.lead import Parts, conduct, next_incarnation, rules_of
-from async_rl.learner.members import Identity
-from async_rl.learner.progress import Progress
-from async_rl.learner.publish import Publisher
 from async_rl.learner.rank import Rank
-from async_rl.learner.recorder import Recorded, model_digest, read_record
-from async_rl.learner.shaping import RewardShaping
+from async_rl.learner.report.progress import Progress
+from async_rl.learner.report.recorder import Recorded, model_digest, read_record
 from async_rl.learner.signals import Stop
-from async_rl.learner.sizes import Sizes, sizes_of
-from async_rl.learner.state import Kept, State
+from async_rl.learner.update.gate import Gate
+from async_rl.learner.update.shaping import RewardShaping
 from async_rl.observability.finished import REPLAY
 from async_rl.observability.status import StatusFile
 from async_rl.transport.memory import MemoryHub

@@ -12,14 +12,14 @@ import time
 from collections.abc import Callable
 
 from async_rl.config.schema import CheckpointConfig
-from async_rl.learner.best import Best
-from async_rl.learner.checkpoint import CheckpointError
+from async_rl.learner.checkpoints.best import Best
+from async_rl.learner.checkpoints.checkpoint import CheckpointError
 from async_rl.learner.commands import IDLE_S, Code
 from async_rl.learner.failure import RunFailed
-from async_rl.learner.gate import Gate
-from async_rl.learner.progress import Progress
 from async_rl.learner.rank import Rank
-from async_rl.learner.recorder import Recorder
+from async_rl.learner.report.progress import Progress
+from async_rl.learner.report.recorder import Recorder
+from async_rl.learner.update.gate import Gate
 from async_rl.observability.waiting import waiting
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from async_rl.learner.members import Member
+from async_rl.learner.control.members import Member
 from async_rl.learner.trainer import Trainer
 
 LOCK_S = 0.5

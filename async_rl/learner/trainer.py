@@ -17,22 +17,22 @@ from typing import NoReturn, TypeVar
 from async_rl.config import Config
 from async_rl.data.evaluation import Evaluation
 from async_rl.data.record import Record
-from async_rl.learner.assemble import assemble
-from async_rl.learner.best import Best
-from async_rl.learner.checkpoint import CheckpointError, problem_of, step_folder
+from async_rl.learner.checkpoints.best import Best
+from async_rl.learner.checkpoints.checkpoint import CheckpointError, problem_of, step_folder
 from async_rl.learner.commands import IDLE_S, Code, Commands
-from async_rl.learner.control import ControlPlane
+from async_rl.learner.control.plane import ControlPlane
+from async_rl.learner.control.publish import Publisher
 from async_rl.learner.failure import RunFailed
-from async_rl.learner.gate import Gate, Phase
 from async_rl.learner.pause import Pause
-from async_rl.learner.progress import Progress
-from async_rl.learner.publish import Publisher
 from async_rl.learner.rank import Rank
-from async_rl.learner.recorder import Recorder
+from async_rl.learner.report.progress import Progress
+from async_rl.learner.report.recorder import Recorder
 from async_rl.learner.saver import Saver
-from async_rl.learner.shaping import RewardShaping
 from async_rl.learner.signals import Stop
-from async_rl.learner.step import StepReport
+from async_rl.learner.update.assemble import assemble
+from async_rl.learner.update.gate import Gate, Phase
+from async_rl.learner.update.shaping import RewardShaping
+from async_rl.learner.update.step import StepReport
 from async_rl.observability.waiting import waiting
 from async_rl.types import Prompt, WeightName
 

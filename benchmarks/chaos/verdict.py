@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from async_rl.config import load_config
-from async_rl.learner.recorder import BATCHES, RECORD, Recorded, read_record
+from async_rl.learner.report.recorder import BATCHES, RECORD, Recorded, read_record
 from benchmarks.chaos.scene import ROOT
 from benchmarks.learner_kills import audit
 

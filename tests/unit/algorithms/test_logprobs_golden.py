@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from async_rl.learner.logprobs import token_logprobs
+from async_rl.learner.update.logprobs import token_logprobs
 
 from .estimator_cases import cases, close
 

@@ -18,15 +18,15 @@ from torch import Tensor
 from async_rl.algorithms import diagnostics
 from async_rl.algorithms.schedules import vcpo_lr_scale
 from async_rl.config import Config
-from async_rl.learner.estimate import Estimator, forward
-from async_rl.learner.gradients import accumulate
-from async_rl.learner.minibatches import MiniBatch, Scored, batch_tensors, deal, scored
-from async_rl.learner.model import PolicyModel
-from async_rl.learner.objective import Objective, Step
-from async_rl.learner.optim import Optimizer
-from async_rl.learner.steering import Steering
-from async_rl.learner.tally import Tally
-from async_rl.learner.value_update import ValueUpdate
+from async_rl.learner.update.estimate import Estimator, forward
+from async_rl.learner.update.gradients import accumulate
+from async_rl.learner.update.minibatches import MiniBatch, Scored, batch_tensors, deal, scored
+from async_rl.learner.update.model import PolicyModel
+from async_rl.learner.update.objective import Objective, Step
+from async_rl.learner.update.optim import Optimizer
+from async_rl.learner.update.steering import Steering
+from async_rl.learner.update.tally import Tally
+from async_rl.learner.update.value_update import ValueUpdate
 from async_rl.types import Batch
 
 Callback = Callable[[], None]

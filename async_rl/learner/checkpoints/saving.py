@@ -14,8 +14,8 @@ from pathlib import Path
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from async_rl.learner.checkpoint import Checkpointer, CheckpointError, rng_states
-from async_rl.learner.membership import in_thread
+from async_rl.learner.checkpoints.checkpoint import Checkpointer, CheckpointError, rng_states
+from async_rl.learner.control.membership import in_thread
 from async_rl.observability.waiting import waiting
 
 

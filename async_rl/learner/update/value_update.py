@@ -20,13 +20,12 @@ from async_rl.algorithms import diagnostics
 from async_rl.algorithms.aggregation import contribution
 from async_rl.algorithms.critic import PopArt, popart_update, value_loss
 from async_rl.config import Config
-from async_rl.learner.checkpoint import critic_tensors
-from async_rl.learner.critic import CriticModel, load_critic
-from async_rl.learner.gradients import accumulate
-from async_rl.learner.minibatches import Scored
-from async_rl.learner.model import hf_named_parameters
-from async_rl.learner.optim import Optimizer, num_optimizer_steps
-from async_rl.learner.tally import Tally
+from async_rl.learner.update.critic import CriticModel, load_critic
+from async_rl.learner.update.gradients import accumulate
+from async_rl.learner.update.minibatches import Scored
+from async_rl.learner.update.model import hf_named_parameters
+from async_rl.learner.update.optim import Optimizer, num_optimizer_steps
+from async_rl.learner.update.tally import Tally
 
 
 def trains_critic(config: Config, step: int) -> bool:
@@ -123,7 +122,7 @@ class ValueUpdate:
 
     def tensors(self) -> dict[str, Tensor]:
         """What a checkpoint must hold, by key, sharing storage with the live ones."""
-        return critic_tensors(self.optimizer, self._popart_2)
+        return self.optimizer.tensors("critic", "critic_optim") | {"critic.popart": self._popart_2}
 
     def _loss(self, scored: Scored, num_tokens: int, old_values_R: Tensor, returns_R: Tensor, figures: Tally) -> Tensor:
         """`D S / N` of one micro-batch (algorithms.md §5, §7) on the running scale, with gradient."""

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from itertools import zip_longest
 from typing import Any
 
-from async_rl.learner.gate import Phase
+from async_rl.learner.update.gate import Phase
 
 ENDS = 5  # steps averaged for the first and the last reward
 MAX_KINDS = 16  # of answers that could not be used

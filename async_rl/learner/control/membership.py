@@ -14,8 +14,8 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
-from async_rl.learner.control import ControlPlane
-from async_rl.learner.members import Member
+from async_rl.learner.control.members import Member
+from async_rl.learner.control.plane import ControlPlane
 from async_rl.weights.group import WeightGroup
 
 MAX_FAULTS = 3  # updates in a row that may fail because of one rollout, by name, before it is told to exit

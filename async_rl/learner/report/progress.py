@@ -20,13 +20,13 @@ import numpy as np
 
 from async_rl.config import Config
 from async_rl.data.evaluation import Evaluation
-from async_rl.learner.control import ControlPlane
+from async_rl.learner.control.plane import ControlPlane
+from async_rl.learner.control.publish import Publisher
 from async_rl.learner.failure import RunFailed
-from async_rl.learner.figures import figures
-from async_rl.learner.publish import Publisher
-from async_rl.learner.recorder import RECORD
-from async_rl.learner.results import summarize
-from async_rl.learner.samples import Samples
+from async_rl.learner.report.figures import figures
+from async_rl.learner.report.recorder import RECORD
+from async_rl.learner.report.results import summarize
+from async_rl.learner.report.samples import Samples
 from async_rl.observability.files import replace_file, set_aside
 from async_rl.observability.log import get_logger
 from async_rl.observability.prometheus import Endpoint

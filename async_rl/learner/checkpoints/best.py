@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-from async_rl.learner.checkpoint import CheckpointError, step_folder
+from async_rl.learner.checkpoints.checkpoint import CheckpointError, step_folder
 from async_rl.observability.files import replace_file
 
 FILE = "best"

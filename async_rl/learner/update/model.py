@@ -20,7 +20,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from async_rl.config import Config, LearnerConfig, ModelConfig
 from async_rl.learner import LearnerError
-from async_rl.learner.logprobs import token_logprobs
+from async_rl.learner.update.logprobs import token_logprobs
 from async_rl.weights.pretrained import load_whole
 
 _HF = "hf."  # where the Hugging Face model sits within a DecoderModel

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from async_rl.learner.control import ControlPlane
+from async_rl.learner.control.plane import ControlPlane
 from async_rl.observability.prometheus import Figure
 
 

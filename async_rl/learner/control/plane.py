@@ -17,11 +17,11 @@ from async_rl.config import Config
 from async_rl.data.evaluation import Evaluation, sampled_by
 from async_rl.data.ledger import Ledger
 from async_rl.data.record import Record
-from async_rl.learner.dealer import Dealer
+from async_rl.learner.control.dealer import Dealer
+from async_rl.learner.control.leases import evaluation_lease, training_lease
+from async_rl.learner.control.members import Identity, Member, Members
+from async_rl.learner.control.screen import Screen
 from async_rl.learner.failure import RunFailed
-from async_rl.learner.leases import evaluation_lease, training_lease
-from async_rl.learner.members import Identity, Member, Members
-from async_rl.learner.screen import Screen
 from async_rl.observability import stacks
 from async_rl.observability.log import get_logger, rare
 from async_rl.observability.process import any_core

@@ -25,9 +25,9 @@ from async_rl.algorithms.token_rewards import terminal_rewards, token_rewards_wi
 from async_rl.algorithms.vtrace import vtrace
 from async_rl.algorithms.whitening import blend, moments, whiten
 from async_rl.config import Config
-from async_rl.learner.minibatches import BatchTensors, Scored
-from async_rl.learner.model import PolicyModel
-from async_rl.learner.value_update import ValueUpdate
+from async_rl.learner.update.minibatches import BatchTensors, Scored
+from async_rl.learner.update.model import PolicyModel
+from async_rl.learner.update.value_update import ValueUpdate
 
 MicroBatches = Callable[[], Iterator[Scored]]
 

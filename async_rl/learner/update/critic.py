@@ -1,6 +1,6 @@
 """The critic on the learner's side: a Hugging Face decoder that says what a state is worth, sharded with FSDP2.
 
-Owns its head and its forward pass; imports torch, transformers, config and learner.model. Invariants: the head is computed in
+Owns its head and its forward pass; imports torch, transformers, config and model. Invariants: the head is computed in
 fp32 and says 0 everywhere before the first update; the value of a state sees its tokens and none that follow.
 
 Shape legend: B rows, L columns, R states to value, H hidden size.
@@ -16,7 +16,7 @@ from torch.distributed.fsdp import fully_shard
 
 from async_rl.config import Config
 from async_rl.learner import LearnerError
-from async_rl.learner.model import DecoderModel, check_positions, load_hf, shard
+from async_rl.learner.update.model import DecoderModel, check_positions, load_hf, shard
 
 
 class CriticModel(DecoderModel):

@@ -12,10 +12,10 @@ from collections.abc import Callable, Iterable
 import torch.distributed as dist
 from torch import Tensor
 
-from async_rl.learner.minibatches import Scored
-from async_rl.learner.model import DecoderModel
-from async_rl.learner.optim import Optimizer
-from async_rl.learner.tally import Tally
+from async_rl.learner.update.minibatches import Scored
+from async_rl.learner.update.model import DecoderModel
+from async_rl.learner.update.optim import Optimizer
+from async_rl.learner.update.tally import Tally
 
 
 def accumulate(

@@ -12,7 +12,7 @@ from typing import Any
 
 from async_rl.data.prompts import PromptStream
 from async_rl.data.record import pack_prompt, unpack_prompt
-from async_rl.learner.sizes import Sizes
+from async_rl.learner.control.sizes import Sizes
 from async_rl.types import Prompt
 
 

@@ -16,9 +16,9 @@ import msgpack
 from async_rl.data.ledger import Ledger
 from async_rl.data.record import LedgerError
 from async_rl.learner import LearnerError
-from async_rl.learner.dealer import Dealer
-from async_rl.learner.gate import Gate
-from async_rl.learner.shaping import RewardShaping
+from async_rl.learner.control.dealer import Dealer
+from async_rl.learner.update.gate import Gate
+from async_rl.learner.update.shaping import RewardShaping
 from async_rl.observability.log import get_logger
 from async_rl.transport.codec import BadMessage, decode_group, encode_group
 

@@ -17,7 +17,7 @@ from async_rl.algorithms.advantages import ADVANTAGES, comparable
 from async_rl.config import Config
 from async_rl.data.record import Record
 from async_rl.data.scores import mean_scores
-from async_rl.learner.shaping import RewardShaping
+from async_rl.learner.update.shaping import RewardShaping
 from async_rl.types import Batch, Group, Trajectory
 
 PASS_AT = (1, 2, 4, 8, 16, 32)

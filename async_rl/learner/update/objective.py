@@ -22,9 +22,9 @@ from async_rl.algorithms.masks import MASKS
 from async_rl.algorithms.proximal import prox_logp_loglinear
 from async_rl.algorithms.terms import Terms
 from async_rl.config import Config
-from async_rl.learner.estimate import Estimates, bounds_of, hybrid_of
-from async_rl.learner.minibatches import BatchTensors, MiniBatch, Scored, aggregation_of
-from async_rl.learner.tally import Tally
+from async_rl.learner.update.estimate import Estimates, bounds_of, hybrid_of
+from async_rl.learner.update.minibatches import BatchTensors, MiniBatch, Scored, aggregation_of
+from async_rl.learner.update.tally import Tally
 
 
 class Step(NamedTuple):

@@ -17,7 +17,7 @@ from typing import Any
 
 from async_rl.algorithms.kl import KLGate, adaptive_beta
 from async_rl.config.algorithm import KLConfig
-from async_rl.learner.steering import Steering
+from async_rl.learner.update.steering import Steering
 
 MAX_ACTIONS = 3  # in one alarm
 NUM_SOUND = 3  # versions remembered to go back to: the newest, and others should its checkpoint be damaged

@@ -65,3 +65,8 @@ class Optimizer:
         """All that a checkpoint must hold, sharing storage with the live ones, by keys that begin with these two words."""
         held = {f"{parameters}.{name}": parameter.detach() for name, parameter in self._named}
         return held | {f"{moments}.{name}": moment for name, moment in self.named_state().items()}
+
+
+def policy_tensors(optimizer: Optimizer) -> dict[str, Tensor]:
+    """What a checkpoint holds of the policy, by key, sharing storage with the live ones."""
+    return optimizer.tensors("model", "optim")

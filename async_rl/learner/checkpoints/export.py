@@ -18,9 +18,9 @@ from safetensors import SafetensorError
 
 from async_rl.config import ConfigError, load_config
 from async_rl.envs.text import load_tokenizer
-from async_rl.learner.best import read_best
-from async_rl.learner.checkpoint import checkpoints, problem_of, read_model, step_folder, step_of
-from async_rl.learner.model import load_hf
+from async_rl.learner.checkpoints.best import read_best
+from async_rl.learner.checkpoints.checkpoint import checkpoints, problem_of, read_model, step_folder, step_of
+from async_rl.learner.update.model import load_hf
 from async_rl.observability.files import give_mode_of
 from async_rl.observability.sinks import METRICS, read_rows
 

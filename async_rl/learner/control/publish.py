@@ -16,10 +16,10 @@ from collections import Counter
 from concurrent.futures import Future
 from typing import Any, Literal
 
-from async_rl.learner.control import ControlPlane
-from async_rl.learner.gather import GatherPort
-from async_rl.learner.members import Member
-from async_rl.learner.membership import Faults, MemberLost, Membership, Sums, close_late, in_thread
+from async_rl.learner.control.gather import GatherPort
+from async_rl.learner.control.members import Member
+from async_rl.learner.control.membership import Faults, MemberLost, Membership, Sums, close_late, in_thread
+from async_rl.learner.control.plane import ControlPlane
 from async_rl.observability.log import get_logger
 from async_rl.observability.waiting import waiting
 from async_rl.transport.messages import Commit, Committed, Error, Prepare

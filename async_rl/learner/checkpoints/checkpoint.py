@@ -1,7 +1,7 @@
 """Checkpoints: written beside, renamed into place, verified before use, pruned last.
 
 Owns the folder `checkpoints/`, but for `best` in it, and the names under which tensors are kept there; imports torch
-(distributed checkpoint), observability and learner.optim.
+(distributed checkpoint) and observability.
 Invariants: a folder named step_NNNNNN was complete when it got that name and its manifest says what it must hold; no
 failure, at whatever write, harms an older one; a state that is not finite is never written. All methods are collective, and may
 be called in any one thread at a time.
@@ -29,8 +29,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor
 
 from async_rl.learner import LearnerError
-from async_rl.learner.optim import Optimizer
-from async_rl.learner.shard_index import ShardReader
+from async_rl.learner.checkpoints.shard_index import ShardReader
 from async_rl.observability.files import replace_file, sync_folder, write_file
 from async_rl.observability.log import get_logger
 
@@ -255,16 +254,6 @@ def step_folder(directory: Path, step: int) -> Path:
 
 def step_of(folder: Path) -> int:
     return int(folder.name.removeprefix("step_"))
-
-
-def policy_tensors(optimizer: Optimizer) -> dict[str, Tensor]:
-    """By checkpoint key, sharing storage with the live ones."""
-    return optimizer.tensors("model", "optim")
-
-
-def critic_tensors(optimizer: Optimizer, popart_2: Tensor) -> dict[str, Tensor]:
-    """The same of the critic, and the mean and mean square of its targets."""
-    return optimizer.tensors("critic", "critic_optim") | {f"{_CRITIC}popart": popart_2}
 
 
 def holds_critic(folder: Path) -> bool:
