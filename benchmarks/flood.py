@@ -24,24 +24,20 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 
-from async_rl.transport.discovery import read_discovery
 from async_rl.transport.keys import make_keys, read_rollout_keys
 from async_rl.transport.messages import Heartbeat
 from async_rl.transport.zmq import ZmqLink
+from async_rl.types import Attempt, Group, Trajectory
 from benchmarks.algorithms import commit, machine
-from tests.runs import ROOT, Run, random_model, train
-from tests.test_transport_addresses import free_pair
-from tests.transport_samples import MAX_BYTES, make_group
+from benchmarks.whole_runs import ROOT, Command, steps, toy
 
 WINDOW_S, NUM_WINDOWS = 5.0, 8  # of each kind
 SETTLE_S = 0.7  # at the beginning of a window, not counted
 TARGETS = {"median": 1.2, "p95": 1.5, "rss_mib": 64, "accepted": 0}
-SMALL = (
-    "rollout.engine=toy", "model.make=null", "groups_per_step=4", "rollout.num_slots=4", "eval.draws=0", "num_steps=100000",
-    "checkpoint.every=0",
-)  # fmt: skip
+MAX_BYTES = 1 << 20
 
 
 # ---- what is replayed
@@ -56,12 +52,19 @@ def record(control: str, data: str, keys: Path | None) -> dict[str, str]:
             link = ZmqLink(near, max_message_bytes=MAX_BYTES, keys=own)
             link.open_data(near_data)
             await asyncio.wait_for(link.send(Heartbeat(phase="recorded")), 20)
-            await asyncio.wait_for(link.push(make_group(4242)), 20)
+            await asyncio.wait_for(link.push(_group()), 20)
             await asyncio.sleep(1.0)
             link.close(2)
 
         asyncio.run(visit())
         return {"DEALER": said().hex(), "PUSH": delivered().hex()}
+
+
+def _group() -> Group:
+    """One that nobody was granted."""
+    ids, mask = np.arange(4, dtype=np.int32), np.ones(4, bool)
+    sibling = Trajectory(ids, -np.ones(4, np.float32), ids * 0 + 1, ids * 0, mask, "stop", 1.0, "", {})
+    return Group(4242, Attempt(2, 1), "train", "rollout-0#1", ids, (sibling,) * 3)
 
 
 @contextmanager
@@ -98,20 +101,31 @@ def _on_the_way(address: str) -> Iterator[tuple[str, Callable[[], bytes]]]:
 
 def measured(folder: Path, keys: Path | None) -> dict[str, Any]:
     """One part: a run, its windows, and what the flood got for its pains."""
-    overrides = [f"model.path={random_model(folder / 'model')}", *SMALL, *([f"transport.keys={keys}"] if keys else [])]
-    overrides.append(f"transport.port={free_pair()}")  # so that the data port is known
-    with train(folder, *overrides) as run:
-        run.wait_until("step 10", lambda: len(run.steps()) >= 10, 120)
-        found = read_discovery(run.run_dir / "learner.json")
-        assert found is not None
-        control = found.control_address
-        data = f"tcp://127.0.0.1:{int(control.rpartition(':')[2]) + 1}"
+    run_dir, port = folder / "run", free_pair()  # given, so that the data port is known
+    own = (f"run_dir={run_dir}", f"transport.port={port}", *([f"transport.keys={keys}"] if keys else []))
+    with Command(run_dir, toy(folder, "num_steps=100000", "checkpoint.every=0", *own)) as run:
+        run.wait_until("step 10", lambda: len(steps(run_dir)) >= 10)
+        control, data = f"tcp://127.0.0.1:{port}", f"tcp://127.0.0.1:{port + 1}"
         flood = _start(control, data, record(control, data, keys), keys)
-        learner = max((psutil.Process(pid) for pid in run.pids("async_rl.learner ")), key=lambda p: p.memory_info().rss)
-        times, rss = _windows(run, flood, learner)
+        learner = max((psutil.Process(pid) for pid in run.ranks()), key=lambda p: p.memory_info().rss)
+        times, rss = _windows(run_dir, flood, learner)
         sent = json.loads(flood.communicate("stop\n", timeout=30)[0])
-        rows = [row for row in run.steps() if "ledger" in row]  # the timings of the last one may still be to come
+        rows = [row for row in steps(run_dir) if "ledger" in row]  # the timings of the last one may still be to come
     return _part(times, rss, sent, rows)
+
+
+def free_pair() -> int:
+    """A port whose successor is free as well, by binding both for an instant."""
+    for _ in range(50):
+        with socket.socket() as a, socket.socket() as b:
+            a.bind(("127.0.0.1", 0))
+            port = a.getsockname()[1]
+            try:
+                b.bind(("127.0.0.1", port + 1))
+            except OSError:
+                continue
+            return port
+    raise RuntimeError("no two free ports in a row")
 
 
 def _start(control: str, data: str, replayed: dict[str, str], keys: Path | None) -> subprocess.Popen[str]:
@@ -125,7 +139,9 @@ def _start(control: str, data: str, replayed: dict[str, str], keys: Path | None)
     return popen
 
 
-def _windows(run: Run, flood: subprocess.Popen[str], learner: psutil.Process) -> tuple[dict[str, list[float]], list[float]]:
+def _windows(
+    run_dir: Path, flood: subprocess.Popen[str], learner: psutil.Process
+) -> tuple[dict[str, list[float]], list[float]]:
     """Step times by kind of window, and the learner's memory in MiB, first before any flood."""
     assert flood.stdin is not None
     times: dict[str, list[float]] = {"off": [], "on": []}
@@ -134,9 +150,9 @@ def _windows(run: Run, flood: subprocess.Popen[str], learner: psutil.Process) ->
         flood.stdin.write(word + "\n")
         flood.stdin.flush()
         time.sleep(SETTLE_S)
-        begun = len(run.steps())
+        begun = len(steps(run_dir))
         time.sleep(WINDOW_S - SETTLE_S)
-        times[word] += [row["time/step_s"] for row in run.steps()[begun + 1 :] if "time/step_s" in row]  # timings follow
+        times[word] += [row["time/step_s"] for row in steps(run_dir)[begun + 1 :] if "time/step_s" in row]  # timings follow
         rss.append(learner.memory_info().rss / 2**20)
     return times, rss
 

@@ -12,9 +12,7 @@ import struct
 import sys
 import time
 
-NULL = b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"NULL".ljust(20, b"\0") + bytes(32)
-CURVE = NULL.replace(b"NULL\0", b"CURVE")
-
+from benchmarks.stranger import CURVE, NULL
 
 SAYS = {
     "idle": b"",

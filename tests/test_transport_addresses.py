@@ -9,22 +9,9 @@ import pytest
 from async_rl.transport.base import TransportError
 from async_rl.transport.sockets import checked_host
 from async_rl.transport.zmq import ZmqLink
+from benchmarks.flood import free_pair
 
 from .transport_samples import MAX_BYTES, assert_serves, make_hub
-
-
-def free_pair() -> int:
-    """A port whose successor is free as well, by binding both for an instant."""
-    for _ in range(50):
-        with socket.socket() as a, socket.socket() as b:
-            a.bind(("127.0.0.1", 0))
-            port = a.getsockname()[1]
-            try:
-                b.bind(("127.0.0.1", port + 1))
-            except OSError:
-                continue
-            return port
-    raise AssertionError("no two free ports in a row")
 
 
 def test_eight_hubs_at_once_choose_their_own_ports() -> None:
