@@ -56,6 +56,7 @@ class ListHub:
     """Messages in by `say` and `deliver`, out by `send`, in order."""
 
     control_address = data_address = "list://"
+    disconnects = 0
 
     def __init__(self) -> None:
         self.refused: Counter[str] = Counter()

@@ -146,7 +146,10 @@ async def test_a_signal_at_any_moment_of_the_start_ends_the_process(run_dir: Pat
     [
         (None, None, "r-0: config file {path}/config.yaml does not exist"),
         ("seed: 1", None, "r-0: config key 'num_steps' is missing"),
-        ("", "{}", "r-0: {path}/run.json does not name the run (KeyError: 'run_id')"),
+        *(
+            ("", damaged, "r-0: {path}/run.json is missing or damaged, so the run")
+            for damaged in ("{}", "[]", "null", "[" * 9999)
+        ),
     ],
 )
 def test_a_bad_run_directory_is_one_sentence_and_exit_code_2(

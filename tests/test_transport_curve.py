@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import resource
+import socket
 import subprocess
 import sys
 import threading
@@ -303,6 +305,21 @@ def test_few_descriptors_bound_the_connections_and_the_learner_lives(tmp_path: P
     assert max(connected) > 500, "else nothing was tried"
     assert said["files"] <= limit - 100, "files can be opened all the time"
     assert said["refused"]["crowded"] > 0
+
+
+def test_a_descriptor_that_is_no_connection_any_more_is_left_as_it_is(tmp_path: Path) -> None:
+    """By the time an event is read its number may be a file's, a pipe's, or another socket's."""
+    ours, theirs = socket.socketpair()
+    others = [socket.socket(kind) for kind in (socket.AF_INET, socket.AF_INET6)]
+    with (tmp_path / "file").open("wb") as file, ours, theirs, others[0], others[1]:
+        before = len(os.listdir("/proc/self/fd"))
+        for number in (file.fileno(), ours.fileno(), *(each.fileno() for each in others), 9999):
+            for endpoint in (b"tcp://127.0.0.1:5", b"tcp://[::1]:5", b""):
+                admission._shut(number, endpoint)
+        assert len(os.listdir("/proc/self/fd")) == before
+        file.write(b"still open")
+        ours.send(b"x")
+        assert theirs.recv(1) == b"x"
 
 
 def test_a_hub_that_nobody_polled_during_a_crowd_closes_at_once(folder: Path) -> None:

@@ -23,7 +23,7 @@ from async_rl.config import Config, ConfigError, load_config, parse_config
 from async_rl.launcher import preflight
 from async_rl.launcher.machine import find_machine
 from async_rl.launcher.plan import Machine, Plan, ProcessSpec, log_path, make_plan
-from async_rl.observability.files import replace_file
+from async_rl.observability.files import read_run_id, replace_file
 from async_rl.observability.finished import REPLAY, RESULT, steps_done
 
 CONFIG = "config.yaml"
@@ -93,7 +93,8 @@ def claim(prepared: Prepared) -> tuple[IO[str], str]:
         lock.close()
         raise ConfigError(f"run_dir is {run_dir}, where another run is at work: choose another, or wait for it") from None
     try:
-        _check_run_id(run_dir / "run.json")
+        if (run_dir / "run.json").exists():
+            read_run_id(run_dir)
         _check_kind(prepared)
         news = _news(prepared)
         _begin(prepared)
@@ -143,15 +144,6 @@ class Before:
                 f"run_dir is {self._run_dir}, where {e.filename} could not be put back as the last run had it ({e.strerror}): "
                 "free space, and give that run's configuration again when it goes on"
             ) from None
-
-
-def _check_run_id(path: Path) -> None:
-    try:
-        known = not path.exists() or isinstance(json.loads(path.read_text())["run_id"], str)
-    except (OSError, ValueError, KeyError, TypeError):
-        known = False
-    if not known:
-        raise ConfigError(f"{path} is damaged, so the run that the folder holds has no name: choose another run_dir")
 
 
 def _check_kind(prepared: Prepared) -> None:

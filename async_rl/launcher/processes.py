@@ -35,8 +35,8 @@ MAX_WORDS = 200  # characters of it that a terminal gets
 AFTERMATH = "Exception ignored in"  # of the interpreter's end
 NOISE = re.compile(r"\s|Traceback |.*Warning: ")  # around a traceback's last line
 ROUTINE = re.compile(
-    r"(\S+ ){0,4}(DEBUG|INFO|WARNING)\b|\[?[IW]\d{3,4} |.*\d%\|"
-)  # log lines that tell no error; progress bars
+    r"(\S+ ){0,4}(DEBUG|INFO|WARNING)\b|\[?[IW]\d{3,4} |.*\d%\||-- "
+)  # log lines that tell no error; progress bars; the learner's notices
 
 
 class Child:

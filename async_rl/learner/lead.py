@@ -42,7 +42,7 @@ from async_rl.learner.trainer import Trainer
 from async_rl.learner.update.gate import Gate
 from async_rl.learner.update.shaping import RewardShaping
 from async_rl.learner.update.value_update import ValueUpdate
-from async_rl.observability.files import replace_file
+from async_rl.observability.files import read_run_id, replace_file
 from async_rl.observability.log import get_logger
 from async_rl.observability.process import any_core
 from async_rl.observability.report import write_report
@@ -63,7 +63,7 @@ def lead(config: Config, folder: Path, rank: Rank, tasks: Tasks, state: State | 
     keys = read_learner_keys(Path(transport.keys)) if transport.keys is not None else None
     version = state.version if state else 0
     position = _position(config, state)
-    run_id = run_id_of(folder)
+    run_id = read_run_id(folder)
     incarnation = next_incarnation(folder, state.incarnation if state else 0)
     identity = Identity(run_id, config.digest(), tokenizer_digest(config.model), incarnation)
     decode = decoder(load_tokenizer(config.model))
@@ -294,10 +294,6 @@ def weight_backend(config: Config) -> Literal["gloo", "nccl"]:
     cards = 0 if config.learner.device == "cpu" else torch.cuda.device_count()
     count = config.rollout.count  # 0: rollouts started by hand, wherever they are
     return "nccl" if count and cards >= config.learner.ranks + count else "gloo"
-
-
-def run_id_of(folder: Path) -> str:
-    return json.loads((folder / "run.json").read_text())["run_id"]
 
 
 def next_incarnation(folder: Path, saved: int = 0) -> int:

@@ -1,14 +1,29 @@
 """Small files of a run folder, replaced whole, and what an earlier life left there, moved out of the way.
 
-Imports the standard library only. Invariant: a file is the old one or the new one, whatever the disk does, and nothing is
+Imports config for its error. Invariant: a file is the old one or the new one, whatever the disk does, and nothing is
 written over.
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 from pathlib import Path
+
+from async_rl.config import ConfigError
+
+
+def read_run_id(run_dir: Path) -> str:
+    """The name of the run that the folder holds. Raises ConfigError."""
+    path = run_dir / "run.json"
+    try:
+        found = json.loads(path.read_text())["run_id"]
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        found = None
+    if not isinstance(found, str) or not found:
+        raise ConfigError(f"{path} is missing or damaged, so the run that the folder holds has no name: choose another run_dir")
+    return found
 
 
 def replace_file(path: Path, data: bytes) -> None:

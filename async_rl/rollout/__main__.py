@@ -26,6 +26,7 @@ from async_rl.envs.rewards import RewardError, RewardPool, check_loadable
 from async_rl.envs.single_turn import SingleTurn
 from async_rl.envs.tasks import examples
 from async_rl.envs.text import decoder, load_tokenizer, tokenizer_digest
+from async_rl.observability.files import read_run_id
 from async_rl.observability.log import get_logger, setup_logging
 from async_rl.observability.process import die_with_parent
 from async_rl.observability.status import StatusFile
@@ -76,7 +77,7 @@ def _run(run_dir: Path, name: str) -> Outcome:
     if not re.match(NAME, name):
         raise ConfigError(f"--name is '{name}': use letters, digits, dots and dashes, at most 64")
     config = load_config(run_dir / "config.yaml")
-    run_id = _run_id(run_dir / "run.json")
+    run_id = read_run_id(run_dir)
     setup_logging(name, None, config.observe.log_level)
     status = StatusFile(run_dir, name).start()
     try:
@@ -118,15 +119,6 @@ def _examples(config: Config) -> list[tuple[str, list[str]]]:
         return examples(config.data)
     except TaskError:
         return []
-
-
-def _run_id(path: Path) -> str:
-    try:
-        return str(json.loads(path.read_text())["run_id"])
-    except (OSError, ValueError, KeyError) as e:
-        raise ConfigError(
-            f"{path} does not name the run ({type(e).__name__}: {e}): start the run with async-rl train"
-        ) from None
 
 
 def _engine(config: Config, kind: str) -> Engine:

@@ -46,7 +46,7 @@ _FAILED = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROT
 _NO_KEY = (zmq.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH, zmq.PROTOCOL_ERROR_ZMTP_CRYPTOGRAPHIC)
 _WHY = {
     "handshake": "a peer connected and did not say what it wants in time, or went away",
-    "handshake_protocol": "a peer that does not speak ZMTP, or with a frame over the limit, connected",
+    "handshake_protocol": "a peer that does not speak ZMTP, or whose first frame is over the limit, connected",
     "handshake_auth": "a peer without a key, or with one that is not known here, connected",
     "crowded": "more connections than the learner can afford",
 }
@@ -162,10 +162,17 @@ class Connections:
 def _shut(number: int, endpoint: bytes) -> None:
     """Have ZeroMQ find its connection ended. The descriptor may be another's by now, so a copy is held
     while it is looked at."""
-    port = int(endpoint.rsplit(b":", 1)[1])
-    with contextlib.suppress(OSError), socket.socket(fileno=os.dup(number)) as held:
-        if held.getsockname()[1] == port and held.getpeername():
-            held.shutdown(socket.SHUT_RDWR)
+    with contextlib.suppress(OSError):
+        copy = os.dup(number)
+        try:
+            held = socket.socket(fileno=copy)
+        except OSError:  # a file, by now
+            os.close(copy)
+            return
+        with held:
+            own = held.getsockname() if held.family in (socket.AF_INET, socket.AF_INET6) else ()
+            if own and endpoint.endswith(b":%d" % own[1]) and held.getpeername():
+                held.shutdown(socket.SHUT_RDWR)
 
 
 def max_connections(max_frame_bytes: int) -> int:

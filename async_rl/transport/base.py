@@ -46,6 +46,11 @@ class Hub(Protocol):
     data_address: str
     refused: Counter[str]  # reason -> malformed messages, both channels
 
+    @property
+    def disconnects(self) -> int:
+        """Connections that have ended, whatever the cause."""
+        ...
+
     def poll(self, timeout_s: float) -> list[Event]:
         """Everything that has arrived, waiting at most timeout_s for the first; [] on wake or timeout."""
         ...

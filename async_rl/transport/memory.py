@@ -32,6 +32,7 @@ class MemoryHub:
     """The learner's end, see `base.Hub`; links find it by its addresses, which begin with memory://."""
 
     def __init__(self, *, max_message_bytes: int) -> None:
+        self.disconnects = 0  # a queue does not break
         self.control_address = self.data_address = f"memory://{next(_ids)}"
         self._intake = Intake(max_message_bytes)
         self.refused = self._intake.refused

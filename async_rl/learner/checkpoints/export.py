@@ -21,7 +21,7 @@ from async_rl.envs.text import load_tokenizer
 from async_rl.learner.checkpoints.best import read_best
 from async_rl.learner.checkpoints.checkpoint import checkpoints, problem_of, read_model, step_folder, step_of
 from async_rl.learner.update.model import load_hf
-from async_rl.observability.files import give_mode_of
+from async_rl.observability.files import give_mode_of, read_run_id
 from async_rl.observability.sinks import METRICS, read_rows
 
 Which = int | Literal["newest", "best"]
@@ -42,7 +42,7 @@ def export(run_dir: Path, out: Path, which: Which, dtype: str) -> dict[str, Any]
     read_model(folder, [(name, parameter.detach()) for name, parameter in hf.named_parameters()])
     hf.to(getattr(torch, dtype))
     card = {
-        "run_id": json.loads((run_dir / "run.json").read_text()).get("run_id"),
+        "run_id": read_run_id(run_dir),
         "version": step_of(folder),
         "config_digest": config.digest(),
         "heldout_accuracy": _accuracy(run_dir, step_of(folder)),

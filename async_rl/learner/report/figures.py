@@ -17,7 +17,7 @@ def figures(control: ControlPlane) -> list[Figure]:
     with control.changed:
         books = control.ledger.books()
         members = [member.live for member in control.members]
-        malformed = dict(control.hub.refused)
+        malformed, disconnects = dict(control.hub.refused), control.hub.disconnects
         version, incarnation = control.ledger.version, control.identity.incarnation
         generated = control.members.generated_tokens
     return [
@@ -31,6 +31,7 @@ def figures(control: ControlPlane) -> list[Figure]:
         Figure("ledger_tokens", "Response tokens received, by where they are or went.", _by_state(books["tokens"]), "state"),
         Figure("refused_groups", "Deliveries refused, by reason.", books["refused"], "reason"),
         Figure("malformed_messages", "Messages that could not be read, by reason.", malformed, "reason"),
+        _one("disconnects", "Connections to the learner that have ended, whatever the cause.", disconnects),
     ]
 
 

@@ -105,6 +105,7 @@ class Progress:
                 "idle/learner_s": self._idle["batch"],
                 **{f"idle/{what}_s": seconds for what, seconds in self._idle.items()},
                 **{f"events/{name}": count for name, count in control.events.items()},
+                "events/disconnects": control.hub.disconnects,
                 **{f"events/malformed/{reason}": count for reason, count in control.hub.refused.items()},
                 "ledger": control.ledger.books()["groups"],
             }
