@@ -172,13 +172,16 @@ def _learner(arguments: argparse.Namespace) -> int:
 
 def _rollout(arguments: argparse.Namespace) -> int:
     from async_rl.config import ConfigError, load_config
+    from async_rl.launcher.by_hand import check_name
     from async_rl.launcher.plan import rollout_argv
     from async_rl.observability.finished import nobody_left, steps_done
 
     run_dir = _run_dir(arguments.run_dir)
     done = steps_done(run_dir)
-    if done >= load_config(run_dir / "config.yaml").num_steps:
+    config = load_config(run_dir / "config.yaml")
+    if done >= config.num_steps:
         raise ConfigError(nobody_left(run_dir, done))
+    check_name(run_dir, config, arguments.name)
     print(f"async-rl: {arguments.name} is starting; it joins when its engine is up", file=sys.stderr, flush=True)
     _become(rollout_argv(run_dir, arguments.name))
     return 0
@@ -255,7 +258,7 @@ def _report(arguments: argparse.Namespace) -> int:
     from async_rl.observability.report import write_report
 
     if not (arguments.run_dir / "metrics.jsonl").is_file():
-        raise ConfigError(f"{arguments.run_dir} holds no metrics.jsonl: give the folder of a run")
+        raise ConfigError(f"{arguments.run_dir} holds no metrics.jsonl: give the folder of a run that has trained")
     try:
         print(write_report(arguments.run_dir))
     except OSError as e:

@@ -8,6 +8,7 @@ with 1 when a target is missed; takes about three minutes.
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import json
 import os
@@ -32,7 +33,7 @@ from async_rl.transport.messages import Heartbeat
 from async_rl.transport.zmq import ZmqLink
 from async_rl.types import Attempt, Group, Trajectory
 from benchmarks.algorithms import commit, machine
-from benchmarks.whole_runs import ROOT, Command, steps, toy
+from benchmarks.whole_runs import ROOT, Command, end_in_order, steps, toy
 
 WINDOW_S, NUM_WINDOWS = 5.0, 8  # of each kind
 SETTLE_S = 0.7  # at the beginning of a window, not counted
@@ -185,6 +186,8 @@ def _unaccounted(books: dict[str, Any]) -> int:
 
 
 def main() -> int:
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
+    end_in_order()
     parts = {}
     for name in ("keys", "no_keys"):
         with tempfile.TemporaryDirectory() as temporary:

@@ -227,10 +227,12 @@ def _random_model(folder: Path) -> None:
 
 def main(argv: list[str]) -> int:
     from benchmarks.algorithms import commit, machine
+    from benchmarks.whole_runs import end_in_order
 
     parser = argparse.ArgumentParser(prog="python -m benchmarks.freezes", description="What a frozen member costs.")
     parser.add_argument("--toy", action="store_true", help="three toy engines, no vLLM")
     toy = parser.parse_args(argv).toy
+    end_in_order()
     engine = "rollout.engine=toy" if toy else "rollout.engine=vllm"
     cases: list[tuple[str, str, bool]] = [("toy-0", phase, False) for phase in PHASES]
     if not toy:

@@ -23,7 +23,7 @@ from async_rl.data.prompts import PromptStream
 from async_rl.envs.tasks import build_prompts
 from async_rl.envs.text import load_tokenizer
 from async_rl.learner.report.recorder import BATCHES, RECORD, Recorded, read_record
-from benchmarks.whole_runs import Command, kill, newest, steps, toy, whereabouts
+from benchmarks.whole_runs import Command, end_in_order, kill, newest, steps, toy, whereabouts
 
 GROUPS, EVERY, NUM_RANKS = 4, 5, 2
 NUM_EARLY = 3  # kills before a new checkpoint, of 20
@@ -113,6 +113,7 @@ def holds(found: dict[str, Any]) -> bool:
 
 
 def main(kills: int, seed: int) -> int:
+    end_in_order()
     rng, started = random.Random(seed), time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         run_dir = Path(folder) / "run"

@@ -23,7 +23,7 @@ from typing import Any
 import msgpack
 import torch
 
-from benchmarks.whole_runs import Command, kill, newest, steps, tensors, toy, whereabouts
+from benchmarks.whole_runs import Command, end_in_order, kill, newest, steps, tensors, toy, whereabouts
 
 NUM_STEPS, EVERY = 12, 3
 TOLERANCE = 1e-6
@@ -143,6 +143,7 @@ def compare(folder: Path, num_ranks: int, num_kills: int, rng: random.Random) ->
 
 
 def main(short: bool, seed: int) -> int:
+    end_in_order()
     rng, started = random.Random(seed), time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         if short:

@@ -152,6 +152,11 @@ def tensors(checkpoint: Path) -> dict[str, torch.Tensor]:
     return empty
 
 
+def end_in_order() -> None:
+    """SIGTERM ends what was started, too, as Ctrl-C does."""
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+
+
 def whereabouts() -> dict[str, Any]:
     """Machine and commit."""
     said = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True, check=False)

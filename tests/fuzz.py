@@ -33,6 +33,7 @@ from async_rl.transport.intake import Intake
 from async_rl.transport.memory import MemoryHub
 from async_rl.transport.messages import PROTOCOL, Ack, Heartbeat, Hello, Lease, Message, Welcome
 from async_rl.types import Attempt, Group, WeightName
+from benchmarks.whole_runs import whereabouts
 from tests.fuzz_inputs import PEERS, Input, Inputs, Known
 from tests.ledger_samples import make_prompt, make_rules, make_trajectory
 from tests.scripted_members import make_config
@@ -284,5 +285,5 @@ if __name__ == "__main__":
     parser.add_argument("--inputs", type=int, default=1_000_000)
     parser.add_argument("--seed", type=int, default=1)
     args = parser.parse_args()
-    print(json.dumps(run(args.inputs, args.seed)))
+    print(json.dumps(run(args.inputs, args.seed) | {"seed": args.seed, **whereabouts()}))
     sys.exit(0)

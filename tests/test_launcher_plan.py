@@ -259,7 +259,7 @@ def test_a_folder_whose_run_has_lost_its_name_is_refused(tmp_path, monkeypatch, 
     monkeypatch.chdir(tmp_path)
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "run.json").write_text(content)
-    with pytest.raises(ConfigError, match=r"run.json is damaged"):
+    with pytest.raises(ConfigError, match=r"run.json is missing or damaged"):
         claim(prepare(str(QUICKSTART), ["run_dir=out"]))
 
 

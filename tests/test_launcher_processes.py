@@ -142,6 +142,7 @@ def test_the_last_words_of_a_process_are_its_last_sentence(tmp_path, said, words
         ("2026-11-30 10:01:02.123 INFO rollout-0 async_rl.rollout: joined\n[W1130 10:01:02.4 socket.cpp:7] slow", ""),
         ("Loading checkpoint shards: 100%|####| 1/1", ""),
         ("-- rollout-0#1 joined", ""),
+        ("Triton is installed, but doesn't include CPU backend. Disabling Triton.", ""),
         ("(Worker pid=9) ERROR 11-30 10:01:02 core.py:1] out of memory\n(Worker pid=9) INFO 11-30 x", "(Worker pid=9) ERROR"),
         ("Fatal Python error: Segmentation fault", "Fatal Python error: Segmentation fault"),
         ("rollout-0: the INFO is ours", "the INFO is ours"),

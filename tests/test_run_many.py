@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-from .runs import Run, assert_books_balance, random_model, rollout, train
+from .runs import ROOT, Run, assert_books_balance, random_model, rollout, train
 
 pytestmark = [pytest.mark.process, pytest.mark.whole, pytest.mark.timeout(600)]
 TOY = ("rollout.engine=toy", "model.make=null", "groups_per_step=4", "eval.draws=8", "eval.every=0")
@@ -76,8 +78,13 @@ def test_without_rollouts_of_its_own_a_run_waits_for_those_started_by_hand(tmp_p
         with rollout(run, "early", token_delay_s=0.5) as early:
             run.wait_until("a step", run.steps, 120)
             with rollout(run, "early") as twin:
-                assert twin.finish(120) == 2
-            words = twin.output.read_text().splitlines()[-1]
+                assert twin.finish(60) == 2
+            said = f"async-rl: --name is early, and early with pid {early.popen.pid} lives: choose another --name"
+            assert twin.output.read_text().startswith(said), "before anything was loaded"
+            argv = [sys.executable, "-m", "async_rl.rollout", str(run.run_dir), "--name", "early"]  # which asks nobody before
+            beside = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, timeout=120, start_new_session=True)
+            assert beside.returncode == 2
+            words = beside.stderr.splitlines()[-1]
             assert "early#1" in words and "has the name early and lives: choose another --name" in words
             assert early.popen.poll() is None and "early#2" not in run.text()
             early.popen.send_signal(signal.SIGTERM)

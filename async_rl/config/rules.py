@@ -65,7 +65,8 @@ def _places(c: Config) -> Rules:
         ),
         (
             c.learner.ranks % c.learner.replicas != 0,
-            f"learner.replicas is {c.learner.replicas}, which does not divide learner.ranks={c.learner.ranks}",
+            f"learner.replicas is {c.learner.replicas}, which does not divide learner.ranks={c.learner.ranks}: "
+            "change one of them",
         ),
         (
             c.transport.heartbeat_timeout_s <= 2 * c.transport.heartbeat_s,

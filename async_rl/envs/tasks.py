@@ -212,6 +212,7 @@ def _check_sides(config: Config, tasks: Tasks) -> None:
 def _train_advice(tasks: Tasks) -> str:
     """What to do about a training side that is empty, by what took most of it."""
     reasons = {**tasks.dropped, "held out": 0 if tasks.dropped["in_heldout"] else len(tasks.heldout)}
+    reasons["repeated"] = 0  # it shares the fate of what it repeats
     return {
         "in_heldout": "keep prompts in data.path that data.heldout_path does not hold,",
         "too_long": "raise model.max_model_len, lower rollout.max_new_tokens,",

@@ -72,16 +72,21 @@ def make_plan(config: Config, run_dir: Path, machine: Machine) -> Plan:
     )
     rollouts = tuple(
         ProcessSpec(
-            name=f"rollout-{i}",
-            argv=rollout_argv(run_dir, f"rollout-{i}"),
+            name=name,
+            argv=rollout_argv(run_dir, name),
             env=_environment(machine.environ, config.rollout.threads, rollout_gpus[i]),
-            log=log_path(run_dir, f"rollout-{i}"),
+            log=log_path(run_dir, name),
             cores=cores[1 + i],
             gpus=rollout_gpus[i],
         )
-        for i in range(count)
+        for i, name in enumerate(own_names(config))
     )
     return Plan(learner, rollouts)
+
+
+def own_names(config: Config) -> list[str]:
+    """Of the rollouts that the launcher starts."""
+    return [f"rollout-{i}" for i in range(config.rollout.count)]
 
 
 def learner_argv(num_ranks: int, run_dir: Path) -> tuple[str, ...]:

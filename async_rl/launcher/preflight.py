@@ -5,6 +5,7 @@ Imports config, launcher and envs; loads neither model nor engine. Every complai
 
 from __future__ import annotations
 
+import errno
 import importlib.util
 import re
 import socket
@@ -151,6 +152,10 @@ def check_ports(config: Config) -> None:
             try:
                 probe.bind((address[0], port))
             except (OSError, OverflowError) as e:
+                if isinstance(e, OSError) and e.errno == errno.EADDRNOTAVAIL:
+                    raise ConfigError(
+                        f"transport.host is {host}, which is no address of this machine: use one that is"
+                    ) from None
                 reason = getattr(e, "strerror", None) or str(e)
                 raise ConfigError(
                     f"transport.port is {first}, but {host}:{port} cannot be bound ({reason}): choose another, or 0 for any"

@@ -37,6 +37,7 @@ NOISE = re.compile(r"\s|Traceback |.*Warning: ")  # around a traceback's last li
 ROUTINE = re.compile(
     r"(\S+ ){0,4}(DEBUG|INFO|WARNING)\b|\[?[IW]\d{3,4} |.*\d%\||-- "
 )  # log lines that tell no error; progress bars; the learner's notices
+CAUSE = re.compile(r"(?i).*(error|exception|fatal|abort|terminate|cannot|failed|fault|out of memory)")
 
 
 class Child:
@@ -90,7 +91,9 @@ class Child:
         causes = [line for line in own if LOST_RANK not in line]
         code = self.poll() or 0
         killed = code < 0 or code > 128
-        others = [line for line in lines if not NOISE.match(line) and not (killed and ROUTINE.match(line))]
+        others = [line for line in lines if not NOISE.match(line)]
+        if killed:
+            others = [line for line in others if CAUSE.match(line) and not ROUTINE.match(line)]
         words = (causes or own or others or [""])[-1]
         return words if len(words) <= MAX_WORDS else f"{words[: MAX_WORDS - 1]}…"
 

@@ -62,6 +62,11 @@ def _here(word: Said) -> bool:
     return word.get("host") == socket.gethostname()
 
 
+def lives(word: Said) -> bool:
+    """Whether it has said this a moment ago and is there."""
+    return _age(word) < QUIET_S and _lives(word)
+
+
 def _lives(word: Said) -> bool:
     return _process(word.get("pid"), word.get("born")) is not None if _here(word) else _age(word) < QUIET_S
 

@@ -148,6 +148,7 @@ class Supervisor:
         self._deadline: float | None = None  # of a learner that was asked to stop
         self._overdue = False  # it did not stop by then
         self._orphans = Orphans()
+        self._came_up = False  # this life of the learner
         self._bare = False  # the learner's torchrun was killed after its ranks had ended
         self._failed: tuple[int, Child, str] | None = None  # exit code, whose log tells, why
         self._pipes = Pipes()
@@ -171,7 +172,7 @@ class Supervisor:
         return [self._learner, *self._ended, *(r.child for r in self._rollouts)]
 
     def _start_learner(self) -> Child:
-        self._bare, self._newest = False, self._checkpoint()
+        self._bare, self._came_up, self._newest = False, False, self._checkpoint()
         self._orphans.forget()
         child = Child(self._prepared.plan.learner, piped=True)
         self._pipes.add(child)
@@ -197,8 +198,8 @@ class Supervisor:
     def _awaited(self) -> str:
         if self._deadline is not None:
             return "the learner to stop by itself, before it is killed"
-        listens = (self._prepared.run_dir / (METRICS if self._prepared.replay else "learner.json")).exists()
-        return "" if listens else f"the learner to come up; its log is {_short(self._learner.spec.log)}"
+        self._came_up |= (self._prepared.run_dir / (METRICS if self._prepared.replay else "learner.json")).exists()
+        return "" if self._came_up else f"the learner to come up; its log is {_short(self._learner.spec.log)}"
 
     def _heed_signals(self) -> None:
         """The first signal is passed on; the second ends the run at once."""
@@ -241,7 +242,7 @@ class Supervisor:
             self._ended = [child for child in self._ended if child.poll() is None] + [rollout.child]
             rollout.child, rollout.delivered = Child(rollout.spec), False
         if code != 0 and not self._stopping and all(r.gone for r in self._rollouts):
-            if others := self._word.others({r.spec.name for r in self._rollouts}):
+            if others := self._word.others({(r.spec.name, r.child.popen.pid) for r in self._rollouts}):
                 say(f"the run goes on with {', '.join(others)}, started by hand")
                 return
             self._failed = (EXIT_ROLLOUTS_GONE, rollout.child, f"no rollout is left: {rollout.spec.name} {_how(code)}")

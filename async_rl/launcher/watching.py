@@ -50,10 +50,10 @@ class Watch:
             self._read_s, self._words = now, read(self._run_dir)
         return any(word["process"] == name and word["pid"] == pid and word.get("delivered", 0) > 0 for word in self._words)
 
-    def others(self, names: set[str]) -> list[str]:
-        """The rollouts of other names that serve the learner, by what it last said."""
+    def others(self, own: set[tuple[str, int]]) -> list[str]:
+        """The rollouts that serve the learner beside its own, of these names and pids, by what it last said."""
         members = [member for word in read(self._run_dir) for member in word.get("members", ())]
-        return [member["id"] for member in members if member["process"] not in names and member["weights"]]
+        return [member["id"] for member in members if (member["process"], member["pid"]) not in own and member["weights"]]
 
     def close(self) -> None:
         """The run is over: nothing is left to be looked at."""
