@@ -28,12 +28,13 @@ from typing import Any
 import numpy as np
 import psutil
 
+from async_rl.observability.sinks import read_run
 from async_rl.transport.keys import make_keys, read_rollout_keys
 from async_rl.transport.messages import Heartbeat
 from async_rl.transport.zmq import ZmqLink
 from async_rl.types import Attempt, Group, Trajectory
 from benchmarks.algorithms import commit, machine
-from benchmarks.whole_runs import ROOT, Command, end_in_order, steps, toy
+from benchmarks.whole_runs import ROOT, Command, end_in_order, toy
 
 WINDOW_S, NUM_WINDOWS = 5.0, 8  # of each kind
 SETTLE_S = 0.7  # at the beginning of a window, not counted
@@ -113,6 +114,11 @@ def measured(folder: Path, keys: Path | None) -> dict[str, Any]:
         sent = json.loads(flood.communicate("stop\n", timeout=30)[0])
         rows = [row for row in steps(run_dir) if "ledger" in row]  # the timings of the last one may still be to come
     return _part(times, rss, sent, rows)
+
+
+def steps(run_dir: Path) -> list[dict[str, Any]]:
+    """With their timings, as far as these are written."""
+    return [row for row in read_run(run_dir) if "reward/mean" in row]
 
 
 def free_pair() -> int:
