@@ -89,6 +89,10 @@ def killed(mode: str, folder: Path) -> None:
         number = lives if mode == "killed_often" else 1
         (folder / "checkpoints" / "latest").write_text(f"step_{number:06d}\n")
         os.kill(os.getpid(), signal.SIGKILL)
+    if mode == "killed_unnamed" and lives == 1:
+        (folder / "checkpoints" / "step_000040").mkdir(parents=True)
+        (folder / "checkpoints" / "latest").touch()
+        os.kill(os.getpid(), signal.SIGKILL)
     if mode == "killed_at_once":
         os.kill(os.getpid(), signal.SIGKILL)
     if mode == "killed_with_rollout" and lives == 1:

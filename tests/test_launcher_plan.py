@@ -17,7 +17,7 @@ from async_rl.launcher.datasets import check_dataset
 from async_rl.launcher.plan import Machine, make_plan
 from async_rl.launcher.prepare import Before, changes, claim, install_model, model_recipe, prepare, unfinished
 from async_rl.observability import files
-from async_rl.observability.process import HOST_CORES, any_core
+from async_rl.observability.process import HOST_CORES, other_cores
 
 ROOT = Path(__file__).parent.parent
 QUICKSTART = ROOT / "configs" / "quickstart.yaml"
@@ -54,8 +54,10 @@ def test_threads_that_serve_sockets_may_leave_the_share_of_cores_and_the_others_
     monkeypatch.setenv(HOST_CORES, ",".join(map(str, every)))
     os.sched_setaffinity(0, share)
     try:
-        with any_core(), ThreadPoolExecutor(1) as pool:
+        with other_cores(), ThreadPoolExecutor(1) as pool:
             assert pool.submit(os.sched_getaffinity, 0).result() == every
+        with other_cores(only=True), ThreadPoolExecutor(1) as pool:
+            assert pool.submit(os.sched_getaffinity, 0).result() == (every - share or every)
         assert os.sched_getaffinity(0) == share
     finally:
         os.sched_setaffinity(0, every)

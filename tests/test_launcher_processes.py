@@ -221,6 +221,13 @@ def test_a_learner_whose_lives_come_to_nothing_is_started_again_three_times(laun
     assert "SIGKILL and is not started again: 3 restarts in a row have left no newer checkpoint" in err
 
 
+def test_a_checkpoint_that_latest_does_not_name_is_one_to_start_from(launch):
+    run = launch("killed_unnamed", "waits_for_end")
+    code, _, err = run.end()
+    assert code == 0, err
+    assert len(run.pids("learner")) == 2 and "from its checkpoint (restart 1)" in err
+
+
 def test_a_learner_that_is_killed_before_its_first_checkpoint_ends_the_run_and_says_so(launch):
     run = launch("killed_at_once", "waits_for_end")
     code, _, err = run.end()
@@ -286,7 +293,7 @@ def test_a_second_ctrl_c_kills_a_learner_that_does_not_listen(launch):
     run.process.send_signal(signal.SIGINT)
     code, out, _ = run.end(30)
     assert code == json.loads(out.splitlines()[-1])["exit_code"] == 130
-    assert json.loads(out.splitlines()[-1])["reason"] == "stopped by a second SIGINT, without a checkpoint"
+    assert json.loads(out.splitlines()[-1])["reason"] == "stopped by SIGINT and at once by SIGINT, without a new checkpoint"
     assert run.survivors() == []
 
 

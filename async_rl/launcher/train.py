@@ -17,6 +17,7 @@ stdout is its JSON.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
 import signal
@@ -296,10 +297,10 @@ class Supervisor:
 
     def _checkpoint(self) -> str:
         """The name of the newest one, or ""; of a damaged one something: the learner knows what else there is."""
-        try:
-            return (self._prepared.run_dir / "checkpoints" / "latest").read_text(errors="replace").strip()
-        except OSError:
-            return ""
+        folder, named = self._prepared.run_dir / "checkpoints", ""
+        with contextlib.suppress(OSError):
+            named = (folder / "latest").read_text(errors="replace").strip()
+        return named or max((path.name for path in folder.glob("step_*")), default="")
 
     def _await_goodbyes(self) -> None:
         deadline = time.monotonic() + GOODBYE_S
@@ -331,14 +332,13 @@ class Supervisor:
 
     def _how_stopped(self) -> str:
         """For a learner that had no time to say it."""
-        asked = self._signals.asked
+        asked, kept = [_name(number) for number in self._signals.asked], self._checkpoint().removeprefix("step_")
+        since = f"; the checkpoint of version {int(kept)} is kept" if kept.isdecimal() else ""
         if not self._overdue:
-            kept = self._checkpoint().removeprefix("step_")
-            since = f" of this life; the checkpoint of version {int(kept)} is kept" if kept.isdecimal() else ""
-            return f"stopped by {_name(asked[0])} before the first step{since}"
+            return f"stopped by {asked[0]} before the first step{' of this life' * bool(since)}{since}"
         if len(asked) > 1:
-            return f"stopped by a second {_name(asked[-1])}, without a checkpoint"
-        return f"stopped by {_name(asked[0])}, but killed after {STOP_GRACE_S:g} s without a checkpoint"
+            return f"stopped by {asked[0]} and at once by {asked[1]}, without a new checkpoint{since}"
+        return f"stopped by {asked[0]}, but killed after {STOP_GRACE_S:g} s without a new checkpoint{since}"
 
 
 def _exit_code(child: Child) -> int:

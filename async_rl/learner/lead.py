@@ -44,7 +44,7 @@ from async_rl.learner.update.shaping import RewardShaping
 from async_rl.learner.update.value_update import ValueUpdate
 from async_rl.observability.files import read_run_id, replace_file
 from async_rl.observability.log import get_logger
-from async_rl.observability.process import any_core
+from async_rl.observability.process import other_cores
 from async_rl.observability.report import write_report
 from async_rl.observability.sinks import METRICS, read_rows
 from async_rl.observability.status import StatusFile
@@ -72,7 +72,7 @@ def lead(config: Config, folder: Path, rank: Rank, tasks: Tasks, state: State | 
     _announce(progress, tasks, identity, version, rank.critic, rank.checkpointer.skipped if state else None)
     if config.rollout.count == 0:
         progress.notice(f"rollout.count is 0: start rollouts by hand with `async-rl rollout {folder} --name NAME`")
-    with any_core():
+    with other_cores(only=True):
         hub = ZmqHub(
             transport.host,
             transport.port,

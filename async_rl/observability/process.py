@@ -51,16 +51,19 @@ def adopt_orphans() -> None:
 
 
 @contextmanager
-def any_core() -> Iterator[None]:
-    """Threads started within may run on every core of the host that the launcher may use, not on this process's share only.
+def other_cores(only: bool = False) -> Iterator[None]:
+    """Threads started within may run on every core of the host that the launcher may use, not on this process's share only;
+    with `only` on no core of that share, where there are others.
 
     For those that serve sockets: they compute little, and on a core that computes all the time they would wait, or hold it up.
+    One that needs the interpreter's lock must not wait for a core with it in hand: it may have any.
     """
     if not (cores := os.environ.get(HOST_CORES)):
         yield
         return
     own = os.sched_getaffinity(0)  # of this thread; those that it starts inherit it
-    os.sched_setaffinity(0, [int(core) for core in cores.split(",")])
+    every = {int(core) for core in cores.split(",")}
+    os.sched_setaffinity(0, (every - own if only else every) or every)
     try:
         yield
     finally:

@@ -21,11 +21,11 @@ import struct
 from collections.abc import Callable
 
 import zmq
-from zmq.backend.cython import _zmq
 from zmq.utils import z85
 
 from async_rl.transport.codec import BadMessage
 from async_rl.transport.keys import Known, LearnerKeys
+from async_rl.transport.sockets import recv_into
 
 MAX_CONNECTIONS = 512  # to one socket: more than rollouts of one learner; before a handshake each costs up to 36 KiB on control
 FEW_CONNECTIONS = 128  # as many are let in however large a frame may be, and however few descriptors there are
@@ -38,10 +38,6 @@ _ZAP = "inproc://zeromq.zap.01"
 _DOMAIN = b"async_rl"
 _EVENT = struct.Struct("=HI")  # the first of an event's two frames (zmq_socket_monitor(3)), the other is the endpoint
 _ENDPOINT_BYTES = 256  # more than one has
-# int zmq_recv(void *socket, void *buffer, size_t bytes, int flags), as zmq.Socket.recv but without letting go of the GIL: it
-# never waits here, thousands of events a second may come, and for each the training thread would win the GIL and lose it again.
-_recv = ctypes.PyDLL(_zmq.__file__).zmq_recv
-_recv.argtypes = [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_size_t, ctypes.c_int]
 _FAILED = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 _NO_KEY = (zmq.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH, zmq.PROTOCOL_ERROR_ZMTP_CRYPTOGRAPHIC)
 _WHY = {
@@ -106,9 +102,9 @@ class Connections:
         """Count what has happened; True when there may be more."""
         said, endpoint = self._said, self._endpoint
         for _ in range(MAX_CALL_EVENTS):
-            if _recv(self.socket.underlying, said, _EVENT.size, zmq.NOBLOCK) < 0:
+            if recv_into(self.socket.underlying, said, _EVENT.size, zmq.NOBLOCK) < 0:
                 return False
-            _recv(self.socket.underlying, endpoint, _ENDPOINT_BYTES - 1, zmq.NOBLOCK)
+            recv_into(self.socket.underlying, endpoint, _ENDPOINT_BYTES - 1, zmq.NOBLOCK)
             event, value = _EVENT.unpack_from(said)
             if event == zmq.EVENT_ACCEPTED:
                 self._came(value, endpoint.value)

@@ -7,6 +7,7 @@ is finite; no address beyond loopback is bound unless there are keys or the user
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import errno
 import ipaddress
 import os
@@ -14,6 +15,7 @@ import socket
 import threading
 
 import zmq
+from zmq.backend.cython import _zmq
 
 from async_rl.transport.base import TransportError
 from async_rl.transport.codec import CONTROL_MAX_BYTES, Frame
@@ -26,6 +28,11 @@ BACKLOG = 1024  # connections that the system holds for ZeroMQ's thread: a flood
 SAID_MAX_BYTES = 20 << 10  # one control message of a rollout: a sentence of 4096 characters, whatever the alphabet
 SEALED_BYTES = 64  # what CURVE adds to a frame
 HANDSHAKE_S = 5.0  # from the first byte of a connection to the end of its handshake
+
+# int zmq_recv(void *socket, void *buffer, size_t bytes, int flags), as zmq.Socket.recv but without letting go of the GIL: it
+# never waits here, thousands of messages a second may come, and with each the training thread would win the GIL and lose it.
+recv_into = ctypes.PyDLL(_zmq.__file__).zmq_recv
+recv_into.argtypes = [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_size_t, ctypes.c_int]
 
 
 def make_socket(context: zmq.Context, kind: int, heartbeat_timeout_s: float, max_message_bytes: int) -> zmq.Socket:
@@ -134,6 +141,25 @@ class Owner:
     @property
     def forked(self) -> bool:
         return self._pid != os.getpid()
+
+
+class SmallMessages:
+    """Those of a socket whose frames have a limit, read into one buffer and without letting go of the GIL."""
+
+    def __init__(self, made: zmq.Socket) -> None:
+        self._socket = made
+        self._buffer = ctypes.create_string_buffer(made.getsockopt(zmq.MAXMSGSIZE))
+
+    def take(self) -> list[bytes] | None:
+        """The frames of the next message, or None when there is none."""
+        frames: list[bytes] = []
+        while True:
+            size = recv_into(self._socket.underlying, self._buffer, len(self._buffer), zmq.NOBLOCK)
+            if size < 0:
+                return frames or None
+            frames.append(ctypes.string_at(self._buffer, min(size, len(self._buffer))))
+            if not self._socket.getsockopt(zmq.RCVMORE):
+                return frames
 
 
 class Awaitable:

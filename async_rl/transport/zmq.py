@@ -24,7 +24,7 @@ from async_rl.transport.codec import CONTROL_MAX_BYTES, BadMessage, decode, enco
 from async_rl.transport.intake import Intake
 from async_rl.transport.keys import LearnerKeys, RolloutKeys
 from async_rl.transport.messages import Message
-from async_rl.transport.sockets import Awaitable, Owner, bind, checked_host, connect, make_socket
+from async_rl.transport.sockets import Awaitable, Owner, SmallMessages, bind, checked_host, connect, make_socket
 from async_rl.types import Group
 
 _log = logging.getLogger(__name__)
@@ -62,6 +62,7 @@ class ZmqHub:
         try:
             self._zap = Zap(self._context, keys.known) if keys is not None else None
             self._control = make_socket(self._context, zmq.ROUTER, heartbeat_timeout_s, max_message_bytes)
+            self._said = SmallMessages(self._control)
             self._data = make_socket(self._context, zmq.PULL, heartbeat_timeout_s, frame_bytes)
             most = max_connections(frame_bytes)
             self._connections = [Connections(s, most, self._intake.refuse) for s in (self._control, self._data)]
@@ -141,9 +142,7 @@ class ZmqHub:
 
     def _take_control(self, events: list[Event]) -> None:
         for _ in range(MAX_POLL_MESSAGES):
-            try:
-                frames = self._control.recv_multipart(zmq.NOBLOCK)
-            except zmq.Again:
+            if (frames := self._said.take()) is None:
                 return
             if said := self._intake.said(frames):
                 events.append(said)
@@ -151,10 +150,9 @@ class ZmqHub:
     def _take_data(self, events: list[Event]) -> None:
         num_bytes = 0
         for _ in range(MAX_POLL_MESSAGES):
-            try:
-                frames = self._data.recv_multipart(zmq.NOBLOCK, copy=False)
-            except zmq.Again:
+            if not int(self._data.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
                 return
+            frames = self._data.recv_multipart(zmq.NOBLOCK, copy=False)
             views = [frame.buffer for frame in frames]
             if delivered := self._intake.delivered(views):
                 events.append(delivered)

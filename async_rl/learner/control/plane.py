@@ -24,7 +24,7 @@ from async_rl.learner.control.screen import Screen
 from async_rl.learner.failure import RunFailed
 from async_rl.observability import stacks
 from async_rl.observability.log import get_logger, rare
-from async_rl.observability.process import any_core
+from async_rl.observability.process import other_cores
 from async_rl.transport.base import Delivered, Event, Hub, Peer
 from async_rl.transport.messages import (
     Ack,
@@ -87,7 +87,7 @@ class ControlPlane:
     # ---- life of the IO thread
 
     def start(self) -> None:
-        with any_core():
+        with other_cores():
             self._thread.start()
 
     def close(self, reason: str, linger_s: float) -> None:
