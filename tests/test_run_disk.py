@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import random
 import signal
 import subprocess
 import time
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
@@ -73,14 +75,14 @@ def tensors(step: int) -> dict[str, torch.Tensor]:
     return {f"model.{name}": torch.full((20_000,), float(step)) for name in "abc"}
 
 
-def save_for_ever(directory: Path, told: int) -> None:
+def save_for_ever(directory: Path, told: Connection) -> None:
     """Writes a byte to `told` before the first save, and after each."""
     checkpointer = Checkpointer(directory, keep=1)
     latest = checkpointer.latest_complete()
     assert latest
     step = step_of(latest)
     while True:
-        os.write(told, b"x")
+        told.send_bytes(b"x")
         step += 1
         checkpointer.save(step, tensors(step), str(step).encode())
 
@@ -88,24 +90,24 @@ def save_for_ever(directory: Path, told: int) -> None:
 @pytest.mark.timeout(300)
 def test_at_whatever_instant_a_save_is_killed_the_newest_complete_checkpoint_loads(tmp_path: Path) -> None:
     directory, rng, found = tmp_path / "checkpoints", random.Random(3), [0]
+    cleanly = multiprocessing.get_context("forkserver")  # a fork of this process could inherit a lock that a thread holds
+    cleanly.set_forkserver_preload([__name__])
     begin = time.monotonic()
     Checkpointer(directory, keep=1).save(0, tensors(0), b"0")
     took_s, cut = time.monotonic() - begin, 0
     for _ in range(NUM_KILLS):
-        heard, told = os.pipe()
-        pid = os.fork()
-        if pid == 0:
-            try:
-                save_for_ever(directory, told)
-            finally:
-                os._exit(1)
-        os.close(told)
+        heard, told = cleanly.Pipe(duplex=False)
+        child = cleanly.Process(target=save_for_ever, args=(directory, told), daemon=True)
+        child.start()
+        told.close()
         for _ in range(1 + rng.randint(0, 2)):
-            assert os.read(heard, 1) == b"x"
-        os.close(heard)
+            assert heard.poll(60.0), "no save within 60 s"
+            heard.recv_bytes()
         time.sleep(rng.uniform(0.0, took_s))
-        os.kill(pid, signal.SIGKILL)
-        assert os.WTERMSIG(os.waitpid(pid, 0)[1]) == signal.SIGKILL
+        child.kill()
+        child.join(10)
+        assert child.exitcode == -signal.SIGKILL
+        heard.close()
         cut += any(directory.glob(".step_*"))
         again = Checkpointer(directory, keep=1)
         newest = again.latest_complete()
