@@ -104,10 +104,10 @@ class Connections:
         for _ in range(MAX_CALL_EVENTS):
             if recv_into(self.socket.underlying, said, _EVENT.size, zmq.NOBLOCK) < 0:
                 return False
-            recv_into(self.socket.underlying, endpoint, _ENDPOINT_BYTES - 1, zmq.NOBLOCK)
+            size = recv_into(self.socket.underlying, endpoint, _ENDPOINT_BYTES, zmq.NOBLOCK)
             event, value = _EVENT.unpack_from(said)
             if event == zmq.EVENT_ACCEPTED:
-                self._came(value, endpoint.value)
+                self._came(value, endpoint.raw[: max(size, 0)])  # no NUL ends it
             elif event == zmq.EVENT_DISCONNECTED:
                 self._left(value)
             elif event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
